@@ -30,8 +30,12 @@
      SPANS(arg, name)                  values: pairs with 0 <= first <= end <= dim `name`
      OFFSETS(arg, name)                values: first 0, never falling, last = dim `name`
      SLOTS(arg, name, use, pad)        values: 0 .. dim `name` - 1, or the value of INT `pad`; use READ, or WRITE: no
-                                       slot written twice, none written that another sequence reads
+                                       slot written twice, none written that another sequence reads; or BOTH: read,
+                                       and its first column written to when the WRITE slots are left out
      INDEX(arg, low, extent)           values: low .. extent - 1
+     POSITIONS(arg, name)              values: pairs of a sequence, 0 .. dim `name` - 1, and a number of its tokens
+     LONGEST(extent)                   no sequence (by OFFSETS, SPANS, or their dim) has more tokens than this
+     LONGEST_IF(arg, name)             when arg is given with dim `name` > 1, no sequence has more than `name` tokens
      RANGE_IF(arg, choice, value, low, high, text)
                                        values in low .. high when choice is value (NaN passes: it shows itself in
                                        the result); text ends the message
@@ -97,6 +101,15 @@
 #ifndef INDEX
 #define INDEX(arg, low, extent)
 #endif
+#ifndef POSITIONS
+#define POSITIONS(arg, name)
+#endif
+#ifndef LONGEST
+#define LONGEST(extent)
+#endif
+#ifndef LONGEST_IF
+#define LONGEST_IF(arg, name)
+#endif
 #ifndef RANGE_IF
 #define RANGE_IF(arg, choice, value, low, high, text)
 #endif
@@ -161,6 +174,7 @@ OP(gated_delta_rule, "Gated delta rule over whole sequences (prefill), in chunks
     OFFSETS(cu_seqlens, T)
     EXCLUDES(token_range, cu_seqlens) SPANS(token_range, T)
     SLOTS(read_slots, S, READ, pad_slot) SLOTS(write_slots, SW, WRITE, pad_slot)
+    POSITIONS(snapshot_at, N)
     RANGE_IF(g, gate, log, -INFINITY, 0, "a positive log decay makes the state grow; was the decay factor (gate=\"factor\") or the projection a (gate=\"raw\") meant?")
     RANGE_IF(g, gate, factor, 0, 1, "a decay factor lies in 0 .. 1; was its logarithm (gate=\"log\") meant?")
     SHARE(final_state, initial_state)
@@ -190,6 +204,7 @@ OP(gated_delta_rule_step, "Gated delta rule for 1 to 16 new tokens a sequence (d
     ABSENT(cu_seqlens, N, "B")
     ABSENT(read_slots, S, "N")
     ABSENT(accepted, R, "1")
+    ABSENT(write_slots, W, "1")
     HINT(q, "B H T K", "the axes are (batch, time, heads, width); this fits head-first tensors: pass q.swapaxes(1, 2)")
     HINT(k, "B H T K", "the axes are (batch, time, heads, width); this fits a head-first tensor")
     HINT(v, "B HV T V", "the axes are (batch, time, heads, width); this fits a head-first tensor")
@@ -212,8 +227,9 @@ OP(gated_delta_rule_step, "Gated delta rule for 1 to 16 new tokens a sequence (d
     NEEDS(accepted, read_slots) NEEDS(write_slots, read_slots)
     OFFSETS(cu_seqlens, T)
     EXCLUDES(token_range, cu_seqlens) SPANS(token_range, T)
-    SLOTS(read_slots, S, READ, pad_slot) SLOTS(write_slots, S, WRITE, pad_slot)
+    SLOTS(read_slots, S, BOTH, pad_slot) SLOTS(write_slots, S, WRITE, pad_slot)
     INDEX(accepted, 0, "R")
+    LONGEST("16") LONGEST_IF(write_slots, W)
     RANGE_IF(g, gate, log, -INFINITY, 0, "a positive log decay makes the state grow; was the decay factor (gate=\"factor\") or the projection a (gate=\"raw\") meant?")
     RANGE_IF(g, gate, factor, 0, 1, "a decay factor lies in 0 .. 1; was its logarithm (gate=\"log\") meant?")
 END(gated_delta_rule_step)
@@ -292,7 +308,7 @@ OP(causal_conv1d_step, "Depthwise causal convolution for a few new tokens a sequ
     NEEDS(write_slots, read_slots)
     OFFSETS(cu_seqlens, T)
     EXCLUDES(token_range, cu_seqlens) SPANS(token_range, T)
-    SLOTS(read_slots, S, READ, pad_slot) SLOTS(write_slots, S, WRITE, pad_slot)
+    SLOTS(read_slots, S, BOTH, pad_slot) SLOTS(write_slots, S, WRITE, pad_slot)
     INDEX(positions, 0, "") INDEX(offsets, 0, "L-W+2")
     SHARE(y, x)
 END(causal_conv1d_step)
@@ -369,6 +385,9 @@ END(linear)
 #undef OFFSETS
 #undef SLOTS
 #undef INDEX
+#undef POSITIONS
+#undef LONGEST
+#undef LONGEST_IF
 #undef RANGE_IF
 #undef SHARE
 #undef END
