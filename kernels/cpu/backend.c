@@ -1,7 +1,7 @@
 /* The CPU backend: kernels.def as one table an op. */
 #include <pthread.h>
 
-#include "features.h"
+#include "cpu_features.h"
 #include "registry.h"
 
 /* A variant of another architecture has no code here, so its rows vanish. */
@@ -20,7 +20,7 @@
 #endif
 #define ON_scalar(row) row
 
-#define KERNEL(op, variant, needs) ON_##variant(Status op##_##variant(const void *args, Error *err);)
+#define KERNEL(op, variant, needs) ON_##variant(__attribute__((weak)) Status op##_##variant(const void *args, Error *err);)
 #include "kernels.def"
 #undef KERNEL
 
@@ -50,6 +50,8 @@ static void backend_make(void)
     for (int i = 0; i < ROWS; i++) {
         KernelTable *table = &backend.tables[rows[i].op];
         kernels[i] = rows[i].kernel;
+        if (!kernels[i].run)
+            continue;
         if (!table->rows)
             table->rows = &kernels[i];
         table->count++;

@@ -1,6 +1,6 @@
 /* What this processor can run, as bits; kernels.def names them as the needs of a kernel. */
-#ifndef FEATURES_H
-#define FEATURES_H
+#ifndef CPU_FEATURES_H
+#define CPU_FEATURES_H
 
 #include <stdint.h>
 

@@ -1,6 +1,6 @@
 /* cpuid says what the processor has, xgetbv what the system saves on a task switch: a feature needs both.
    __builtin_cpu_supports is not used: clang 14 does not know "f16c". */
-#include "features.h"
+#include "cpu_features.h"
 
 #include <stdlib.h>
 #include <string.h>
