@@ -186,11 +186,16 @@ static Status scalar_fail(Frame *f, int param, PyObject *object, const char *exp
                 PyUnicode_AsUTF8(f->op->name[param]), Py_TYPE(object)->tp_name, expected);
 }
 
+/* A NumPy scalar whose type's name begins so; NumPy's own check would tie this file to its API. */
+static int is_numpy(PyObject *object, const char *type)
+{
+    return !strncmp(Py_TYPE(object)->tp_name, type, strlen(type));
+}
+
 static Status num_from(Frame *f, int param, PyObject *object, double *out)
 {
-    if (!PyFloat_Check(object) && !(PyLong_Check(object) && !PyBool_Check(object)) &&
-        !(Py_TYPE(object)->tp_as_number && Py_TYPE(object)->tp_as_number->nb_float && !PyBool_Check(object) &&
-          PyIndex_Check(object) == 0 && strcmp(Py_TYPE(object)->tp_name, "numpy.float32") == 0))
+    if (PyBool_Check(object) ||
+        !(PyFloat_Check(object) || PyLong_Check(object) || is_numpy(object, "numpy.float") || is_numpy(object, "numpy.int")))
         return scalar_fail(f, param, object, "a float");
     *out = PyFloat_AsDouble(object);
     if (*out == -1.0 && PyErr_Occurred())
@@ -206,7 +211,7 @@ static Status int_from(Frame *f, int param, PyObject *object, int64_t *out)
 {
     int overflow = 0;
     PyObject *number = NULL;
-    if (!PyBool_Check(object) && (PyLong_Check(object) || !strncmp(Py_TYPE(object)->tp_name, "numpy.int", 9)))
+    if (!PyBool_Check(object) && (PyLong_Check(object) || is_numpy(object, "numpy.int")))
         number = PyNumber_Index(object);
     if (!number) {
         PyErr_Clear();
@@ -222,8 +227,7 @@ static Status int_from(Frame *f, int param, PyObject *object, int64_t *out)
 
 static Status flag_from(Frame *f, int param, PyObject *object, int *out)
 {
-    const char *type = Py_TYPE(object)->tp_name;
-    if (!PyBool_Check(object) && strcmp(type, "numpy.bool") && strcmp(type, "numpy.bool_"))
+    if (!PyBool_Check(object) && !is_numpy(object, "numpy.bool"))
         return scalar_fail(f, param, object, "a bool");
     *out = PyObject_IsTrue(object);
     return OK;

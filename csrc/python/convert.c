@@ -125,8 +125,13 @@ static Status from_dlpack(const DLTensor *d, int readonly, const Spec *spec, int
 {
     int dtype = dlpack_dtype(d->dtype);
     if (dtype < 0) {
+        static const char *const CODE[] = {"int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
         char came[64];
-        snprintf(came, sizeof came, "DLPack code %d of %d bits", d->dtype.code, d->dtype.bits);
+        if (d->dtype.code < sizeof CODE / sizeof *CODE && d->dtype.lanes == 1)
+            snprintf(came, sizeof came, "%s%d", CODE[d->dtype.code], d->dtype.bits);
+        else
+            snprintf(came, sizeof came, "DLPack code %d, %d bits, %d lanes", d->dtype.code, d->dtype.bits,
+                     d->dtype.lanes);
         return dtype_fail(spec, arg, came, err);
     }
     if (d->ndim < 0 || d->ndim > MAX_NDIM)
@@ -147,9 +152,8 @@ static Status from_dlpack(const DLTensor *d, int readonly, const Spec *spec, int
     return OK;
 }
 
-/* What DLPack's exchange table does not look at but would read wrongly: a lazy minus sign, and a tensor that autograd
-   follows. torch alone has these attributes. */
-static Status torch_check(PyObject *object, const Spec *spec, int arg, Error *err)
+/* DLPack's exchange table hands out a tensor that autograd follows like any other. torch alone has the attribute. */
+static Status grad_check(PyObject *object, const Spec *spec, int arg, Error *err)
 {
     PyObject *grad = PyObject_GetAttr(object, name_requires_grad);
     if (!grad) {
@@ -158,24 +162,37 @@ static Status torch_check(PyObject *object, const Spec *spec, int arg, Error *er
     }
     int wanted = grad == Py_True;
     Py_DECREF(grad);
-    if (wanted)
-        return fail(err, BAD_VALUE, "%s: %s requires grad; expected a tensor that autograd does not follow: pass %s.detach()",
-                    spec->name, spec->arg[arg].row->name, spec->arg[arg].row->name);
+    if (!wanted)
+        return OK;
+    const char *name = spec->arg[arg].row->name;
+    return fail(err, BAD_VALUE, "%s: %s requires grad; expected a tensor that autograd does not follow: pass %s.detach()",
+                spec->name, name, name);
+}
+
+/* The table also drops a lazy minus sign. Only the imaginary part of a conjugate has one, so every stride is even;
+   what has an odd stride is spared the call. */
+static Status sign_check(PyObject *object, const Tensor *t, const Spec *spec, int arg, Error *err)
+{
+    for (int i = 0; i < t->ndim; i++)
+        if (t->shape[i] > 1 && t->stride[i] & 1)
+            return OK;
     PyObject *negative = PyObject_CallMethodNoArgs(object, name_is_neg);
     if (!negative)
         PyErr_Clear();
-    wanted = negative == Py_True;
+    int wanted = negative == Py_True;
     Py_XDECREF(negative);
-    if (wanted)
-        return fail(err, BAD_VALUE, "%s: %s has its negative bit set; expected values in memory: pass %s.resolve_neg()",
-                    spec->name, spec->arg[arg].row->name, spec->arg[arg].row->name);
-    return OK;
+    if (!wanted)
+        return OK;
+    const char *name = spec->arg[arg].row->name;
+    return fail(err, BAD_VALUE, "%s: %s has its negative bit set; expected the values in memory: pass %s.resolve_neg()",
+                spec->name, name, name);
 }
 
-/* "op: x cannot be read through DLPack: why", with the producer's exception as the cause. */
+/* "op: x cannot be read through DLPack: why", with the producer's exception as the cause. Of a long reason, which may
+   end in a backtrace, the first line. */
 static Status producer_fail(const Spec *spec, int arg, PyObject *object)
 {
-    PyObject *type, *value, *trace;
+    PyObject *type, *value, *trace, *new_type, *new_value, *new_trace;
     PyErr_Fetch(&type, &value, &trace);
     PyErr_NormalizeException(&type, &value, &trace);
     if (!value || !PyErr_GivenExceptionMatches(type, PyExc_Exception)) {
@@ -184,14 +201,19 @@ static Status producer_fail(const Spec *spec, int arg, PyObject *object)
     }
     if (trace)
         PyException_SetTraceback(value, trace);
-    PyErr_Format(PyExc_TypeError, "%s: %s is a %s that cannot be read through DLPack: %S", spec->name,
-                 spec->arg[arg].row->name, Py_TYPE(object)->tp_name, value);
-    PyObject *new_type, *new_value, *new_trace;
+    PyObject *words = PyObject_Str(value);
+    const char *why = words ? PyUnicode_AsUTF8(words) : NULL;
+    char line[200] = "";
+    if (why)
+        snprintf(line, sizeof line, "%.*s", (int)strcspn(why, "\n"), why);
+    PyErr_Format(PyExc_TypeError, "%s: %s is a %s that cannot be read through DLPack: %s", spec->name,
+                 spec->arg[arg].row->name, Py_TYPE(object)->tp_name, line);
     PyErr_Fetch(&new_type, &new_value, &new_trace);
     PyErr_NormalizeException(&new_type, &new_value, &new_trace);
     if (new_value)
         PyException_SetCause(new_value, Py_NewRef(value));
     PyErr_Restore(new_type, new_value, new_trace);
+    Py_XDECREF(words);
     Py_XDECREF(type);
     Py_XDECREF(value);
     Py_XDECREF(trace);
@@ -219,18 +241,20 @@ static const DLExchange *exchange_find(PyObject *object)
 static Status from_exchange(const DLExchange *table, PyObject *object, const Spec *spec, int arg, Tensor *t,
                             Lease *lease, Error *err)
 {
-    Status status = torch_check(object, spec, arg, err);
+    Status status = grad_check(object, spec, arg, err);
     if (status != OK)
         return status;
     if (spec->arg[arg].role < OUT && table->tensor_from_object) {
         DLTensor tensor = {0};
         if (table->tensor_from_object(object, &tensor) != 0)
             return producer_fail(spec, arg, object);
-        return from_dlpack(&tensor, 1, spec, arg, t, err);
+        status = from_dlpack(&tensor, 1, spec, arg, t, err);
+    } else {
+        if (table->managed_from_object(object, &lease->versioned) != 0)
+            return producer_fail(spec, arg, object);
+        status = from_dlpack(&lease->versioned->tensor, lease->versioned->flags & DL_READ_ONLY, spec, arg, t, err);
     }
-    if (table->managed_from_object(object, &lease->versioned) != 0)
-        return producer_fail(spec, arg, object);
-    return from_dlpack(&lease->versioned->tensor, lease->versioned->flags & DL_READ_ONLY, spec, arg, t, err);
+    return status == OK ? sign_check(object, t, spec, arg, err) : status;
 }
 
 /* Calls __dlpack__, first as of version 1, then as before it. */
