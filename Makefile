@@ -15,7 +15,7 @@ QEMU_AARCH64 ?= qemu-aarch64
 C_FILES  := $(shell find csrc kernels/cpu -name '*.[ch]' -o -name '*.inc' -o -name '*.def')
 C_CORE   := $(wildcard csrc/*.c kernels/cpu/*.c kernels/cpu/amx/*.c)
 C_TESTS  := $(basename $(notdir $(wildcard tests/c/test_*.c)))
-C_FLAGS  := -std=c11 -Wall -Wextra -Wpedantic -ffp-contract=off -Icsrc -Ikernels/cpu
+C_FLAGS  := -std=c11 -Wall -Wextra -Wpedantic -ffp-contract=off -iquote csrc -iquote kernels/cpu
 C_LIBS   := -lm -lpthread
 SANITIZE := -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
 
@@ -56,7 +56,7 @@ build/c/%: tests/c/%.c $(C_FILES)
 	set -x; $(CC) $(C_FLAGS) $$extra $< $(C_CORE) -o $@ $(C_LIBS)
 
 asan: $(VENV)/test-installed test-c
-	CFLAGS="$(SANITIZE)" $(PY) setup.py --quiet build --build-base build/asan --build-lib build/asan/lib
+	FIDELTA_SANITIZE=1 $(PY) setup.py --quiet build --build-base build/asan --build-lib build/asan/lib
 	LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/asan/lib $(PY) -m pytest -q tests -m "not slow"
 
@@ -80,7 +80,7 @@ bench: $(VENV)/test-installed
 	$(PY) benchmarks/run.py
 
 docs: $(VENV)/test-installed
-	$(PY) -m fidelta.formats
+	$(PY) -m fidelta.formats --write
 	$(PY) docs/make_images.py
 
 FORMATTED := $(filter-out csrc/formats.h,$(shell find csrc kernels/cpu tests/c -name '*.[ch]' -o -name '*.inc'))
