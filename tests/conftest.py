@@ -144,7 +144,7 @@ def arrays_from_rows(op, extents, rng):
     """Every argument of an op made from its rows in _core.formats(): {name: array}, IN and OPT filled with small values,
     outputs with NaN. `extents` gives the dims; the first dtype of each row is taken."""
     made = {}
-    for row in _core.formats()[op]["args"]:
+    for row in (row for row in _core.formats()[op]["rows"] if row["kind"] == "ARG"):
         shape = []
         for extent in row["shape"].split():
             shape += extents["*"] if extent == "*" else [evaluate(extent.rstrip("?"), extents)]
