@@ -26,6 +26,7 @@ typedef struct {
     const char *name;                     /* "cpu", "cuda", "hip" */
     uint64_t (*features)(int device_id);  /* feature bits of that device, after the user's cap */
     const char *const *feature_names;     /* name of bit i, NULL after the last */
+    Status (*check)(Error *err);          /* asked once, at import: BAD_VALUE when the environment's cap is not known */
     KernelTable tables[OP_COUNT];
 } Backend;
 

@@ -174,8 +174,20 @@ static int exception_add(PyObject *module, Status status, const char *name, cons
     return raises[status] ? PyModule_AddObjectRef(module, name, raises[status]) : -1;
 }
 
+/* An environment variable that means nothing stops the import rather than being ignored. */
+static int backend_check(const Backend *backend)
+{
+    Error err;
+    if (backend->check(&err) == OK)
+        return 0;
+    PyErr_SetString(PyExc_ValueError, err.text);
+    return -1;
+}
+
 static int module_exec(PyObject *module)
 {
+    if (backend_check(cpu_backend()) < 0)
+        return -1;
     raises[BAD_TYPE] = PyExc_TypeError;
     raises[BAD_VALUE] = PyExc_ValueError;
     raises[NO_MEMORY] = PyExc_MemoryError;

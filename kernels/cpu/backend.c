@@ -46,7 +46,8 @@ static pthread_once_t made = PTHREAD_ONCE_INIT;
 /* Rows of one op stand together in kernels.def. */
 static void backend_make(void)
 {
-    backend = (Backend){BACKEND_ABI, DEVICE_CPU, "cpu", cpu_features, cpu_feature_names, {{NULL, 0}}};
+    backend = (Backend){BACKEND_ABI, DEVICE_CPU, "cpu", cpu_features, cpu_feature_names,
+                        cpu_features_check, {{NULL, 0}}};
     for (int i = 0; i < ROWS; i++) {
         KernelTable *table = &backend.tables[rows[i].op];
         kernels[i] = rows[i].kernel;
