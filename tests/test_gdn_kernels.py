@@ -537,7 +537,7 @@ def test_step_too_long(variant, rng):
     with pytest.raises(ValueError, match="at most 16"):
         step(made, states(rng, 1, 4, 40, 72), variant=variant)
     made = delta_inputs(rng, T=3, **SMALL)
-    with pytest.raises(ValueError, match="write_slots has 2"):
+    with pytest.raises(ValueError, match="3 tokens"):
         step(made, states(rng, 3, 4, 40, 72), read_slots=np.array([0]), write_slots=np.array([[1, 2]]), variant=variant)
 
 
