@@ -20,7 +20,8 @@
 #endif
 #define ON_scalar(row) row
 
-#define KERNEL(op, variant, needs) ON_##variant(__attribute__((weak)) Status op##_##variant(const void *args, Error *err);)
+#define KERNEL(op, variant, needs) \
+    ON_##variant(__attribute__((weak)) Status op##_##variant(const void *args, Error *err);)
 #include "kernels.def"
 #undef KERNEL
 
@@ -46,8 +47,12 @@ static pthread_once_t made = PTHREAD_ONCE_INIT;
 /* Rows of one op stand together in kernels.def. */
 static void backend_make(void)
 {
-    backend = (Backend){BACKEND_ABI, DEVICE_CPU, "cpu", cpu_features, cpu_feature_names,
-                        cpu_features_check, {{NULL, 0}}};
+    backend.abi = BACKEND_ABI;
+    backend.device_type = DEVICE_CPU;
+    backend.name = "cpu";
+    backend.features = cpu_features;
+    backend.feature_names = cpu_feature_names;
+    backend.check = cpu_features_check;
     for (int i = 0; i < ROWS; i++) {
         KernelTable *table = &backend.tables[rows[i].op];
         kernels[i] = rows[i].kernel;

@@ -60,8 +60,8 @@ static uint64_t detect(void)
     if ((saved & YMM) != YMM || !fma || !f16c || !(b7 >> 5 & 1))
         return 0;
     bits |= AVX2;
-    int avx512 = (b7 >> 16 & 1) && (b7 >> 17 & 1) && (b7 >> 30 & 1) && (b7 >> 31 & 1); /* F DQ BW VL */
-    if ((saved & ZMM) != ZMM || !avx512)
+    uint32_t avx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31; /* F DQ BW VL */
+    if ((saved & ZMM) != ZMM || (b7 & avx512) != avx512)
         return bits;
     bits |= AVX512 | has(c7, 11, AVX512_VNNI) | has(a71, 5, AVX512_BF16) | has(d7, 23, AVX512_FP16);
     if ((saved & TILES) == TILES)
@@ -85,6 +85,17 @@ static uint64_t detect(void)
 
 #endif
 
+/* Asked once: in a virtual machine each cpuid is a trap of some ten microseconds. Threads that race write the same. */
+static uint64_t detected(void)
+{
+    static _Atomic uint64_t known;
+    static const uint64_t ASKED = (uint64_t)1 << 63;
+    uint64_t bits = known;
+    if (!bits)
+        known = bits = detect() | ASKED;
+    return bits & ~ASKED;
+}
+
 /* The row of the variable's value; NULL when it is not set, empty or unknown. */
 static const Cap *cap_find(const char *value)
 {
@@ -105,9 +116,9 @@ uint64_t cpu_features(int device_id)
     (void)device_id;
     const char *value = cap_value();
     if (!value)
-        return detect();
+        return detected();
     const Cap *cap = cap_find(value);
-    return cap ? detect() & cap->keep : 0;
+    return cap ? detected() & cap->keep : 0;
 }
 
 Status cpu_features_check(Error *err)
@@ -120,5 +131,6 @@ Status cpu_features_check(Error *err)
         strcat(known, i ? ", " : "");
         strcat(known, caps[i].name);
     }
-    return fail(err, BAD_VALUE, "environment variable FIDELTA_CPU is \"%s\"; expected one of %s", value, known);
+    return fail(err, BAD_VALUE, "environment variable FIDELTA_CPU is \"%s\"; expected one of %s",
+                value, known);
 }

@@ -7,15 +7,15 @@
 #include "status.h"
 
 /* FEATURE(id, bit, name): AVX2 includes FMA and F16C, AVX512 is F + BW + DQ + VL. */
-#define CPU_FEATURES(FEATURE) \
-    FEATURE(AVX2, 0, "avx2") \
-    FEATURE(AVX512, 1, "avx512") \
+#define CPU_FEATURES(FEATURE)              \
+    FEATURE(AVX2, 0, "avx2")               \
+    FEATURE(AVX512, 1, "avx512")           \
     FEATURE(AVX512_VNNI, 2, "avx512_vnni") \
     FEATURE(AVX512_BF16, 3, "avx512_bf16") \
     FEATURE(AVX512_FP16, 4, "avx512_fp16") \
-    FEATURE(AMX_TILE, 5, "amx_tile") \
-    FEATURE(AMX_INT8, 6, "amx_int8") \
-    FEATURE(AMX_BF16, 7, "amx_bf16") \
+    FEATURE(AMX_TILE, 5, "amx_tile")       \
+    FEATURE(AMX_INT8, 6, "amx_int8")       \
+    FEATURE(AMX_BF16, 7, "amx_bf16")       \
     FEATURE(NEON, 8, "neon")
 
 #define FEATURE(id, bit, name) id = 1 << bit,

@@ -11,8 +11,14 @@
 
 typedef float32x4_t vec;
 
-static inline vec vload(const float *p) { return vld1q_f32(p); }
-static inline void vstore(float *p, vec v) { vst1q_f32(p, v); }
+static inline vec vload(const float *p)
+{
+    return vld1q_f32(p);
+}
+static inline void vstore(float *p, vec v)
+{
+    vst1q_f32(p, v);
+}
 
 static inline vec vload_part(const float *p, int n)
 {
@@ -30,17 +36,50 @@ static inline void vstore_part(float *p, vec v, int n)
         p[i] = lanes[i];
 }
 
-static inline vec vset(float x) { return vdupq_n_f32(x); }
-static inline vec vzero(void) { return vdupq_n_f32(0); }
-static inline vec vadd(vec a, vec b) { return vaddq_f32(a, b); }
-static inline vec vsub(vec a, vec b) { return vsubq_f32(a, b); }
-static inline vec vmul(vec a, vec b) { return vmulq_f32(a, b); }
-static inline vec vdiv(vec a, vec b) { return vdivq_f32(a, b); }
-static inline vec vfma(vec a, vec b, vec c) { return vfmaq_f32(c, a, b); }
-static inline vec vfnma(vec a, vec b, vec c) { return vfmsq_f32(c, a, b); }
-static inline vec vmax(vec a, vec b) { return vmaxq_f32(a, b); }
-static inline vec vmin(vec a, vec b) { return vminq_f32(a, b); }
-static inline vec vround(vec a) { return vrndnq_f32(a); }
+static inline vec vset(float x)
+{
+    return vdupq_n_f32(x);
+}
+static inline vec vzero(void)
+{
+    return vdupq_n_f32(0);
+}
+static inline vec vadd(vec a, vec b)
+{
+    return vaddq_f32(a, b);
+}
+static inline vec vsub(vec a, vec b)
+{
+    return vsubq_f32(a, b);
+}
+static inline vec vmul(vec a, vec b)
+{
+    return vmulq_f32(a, b);
+}
+static inline vec vdiv(vec a, vec b)
+{
+    return vdivq_f32(a, b);
+}
+static inline vec vfma(vec a, vec b, vec c)
+{
+    return vfmaq_f32(c, a, b);
+}
+static inline vec vfnma(vec a, vec b, vec c)
+{
+    return vfmsq_f32(c, a, b);
+}
+static inline vec vmax(vec a, vec b)
+{
+    return vmaxq_f32(a, b);
+}
+static inline vec vmin(vec a, vec b)
+{
+    return vminq_f32(a, b);
+}
+static inline vec vround(vec a)
+{
+    return vrndnq_f32(a);
+}
 
 static inline vec vpow2(int32x4_t n)
 {
@@ -60,9 +99,18 @@ static inline float vsum(vec v)
     return vget_lane_f32(pair, 0) + vget_lane_f32(pair, 1);
 }
 
-static inline vec vload_f16(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
-static inline vec vload_bf16(const uint16_t *p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
-static inline void vstore_f16(uint16_t *p, vec v) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v))); }
+static inline vec vload_f16(const uint16_t *p)
+{
+    return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+}
+static inline vec vload_bf16(const uint16_t *p)
+{
+    return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16));
+}
+static inline void vstore_f16(uint16_t *p, vec v)
+{
+    vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v)));
+}
 
 static inline void vstore_bf16(uint16_t *p, vec v)
 {

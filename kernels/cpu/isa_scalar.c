@@ -14,7 +14,10 @@ static inline vec vload(const float *p)
     return v;
 }
 
-static inline void vstore(float *p, vec v) { memcpy(p, &v, sizeof v); }
+static inline void vstore(float *p, vec v)
+{
+    memcpy(p, &v, sizeof v);
+}
 
 static inline vec vload_part(const float *p, int n)
 {
@@ -30,14 +33,38 @@ static inline void vstore_part(float *p, vec v, int n)
         p[i] = v[i];
 }
 
-static inline vec vset(float x) { return (vec){x, x, x, x}; }
-static inline vec vzero(void) { return (vec){0, 0, 0, 0}; }
-static inline vec vadd(vec a, vec b) { return a + b; }
-static inline vec vsub(vec a, vec b) { return a - b; }
-static inline vec vmul(vec a, vec b) { return a * b; }
-static inline vec vdiv(vec a, vec b) { return a / b; }
-static inline vec vfma(vec a, vec b, vec c) { return a * b + c; }
-static inline vec vfnma(vec a, vec b, vec c) { return c - a * b; }
+static inline vec vset(float x)
+{
+    return (vec){x, x, x, x};
+}
+static inline vec vzero(void)
+{
+    return (vec){0, 0, 0, 0};
+}
+static inline vec vadd(vec a, vec b)
+{
+    return a + b;
+}
+static inline vec vsub(vec a, vec b)
+{
+    return a - b;
+}
+static inline vec vmul(vec a, vec b)
+{
+    return a * b;
+}
+static inline vec vdiv(vec a, vec b)
+{
+    return a / b;
+}
+static inline vec vfma(vec a, vec b, vec c)
+{
+    return a * b + c;
+}
+static inline vec vfnma(vec a, vec b, vec c)
+{
+    return c - a * b;
+}
 
 /* With a NaN, the second. */
 static inline vec vmax(vec a, vec b)
@@ -55,7 +82,10 @@ static inline vec vmin(vec a, vec b)
 }
 
 /* To the nearest whole number, for |a| < 2^22: adding 1.5 * 2^23 leaves no fraction bits. */
-static inline vec vround(vec a) { return a + vset(12582912.0f) - vset(12582912.0f); }
+static inline vec vround(vec a)
+{
+    return a + vset(12582912.0f) - vset(12582912.0f);
+}
 
 static inline float pow2(int n)
 {
@@ -75,10 +105,19 @@ static inline vec vscale(vec a, vec n)
     return a;
 }
 
-static inline float vsum(vec v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+static inline float vsum(vec v)
+{
+    return (v[0] + v[2]) + (v[1] + v[3]);
+}
 
-static inline vec vload_f16(const uint16_t *p) { return (vec){f16_widen(p[0]), f16_widen(p[1]), f16_widen(p[2]), f16_widen(p[3])}; }
-static inline vec vload_bf16(const uint16_t *p) { return (vec){bf16_widen(p[0]), bf16_widen(p[1]), bf16_widen(p[2]), bf16_widen(p[3])}; }
+static inline vec vload_f16(const uint16_t *p)
+{
+    return (vec){f16_widen(p[0]), f16_widen(p[1]), f16_widen(p[2]), f16_widen(p[3])};
+}
+static inline vec vload_bf16(const uint16_t *p)
+{
+    return (vec){bf16_widen(p[0]), bf16_widen(p[1]), bf16_widen(p[2]), bf16_widen(p[3])};
+}
 
 static inline void vstore_f16(uint16_t *p, vec v)
 {

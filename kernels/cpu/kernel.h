@@ -1,4 +1,5 @@
-/* What every isa_*.c needs before it sets its instruction set: the contract, and one number of each narrow type. */
+/* What every isa_*.c needs before it sets its instruction set: the contract, and single numbers of
+   each narrow type. */
 #ifndef KERNEL_H
 #define KERNEL_H
 
@@ -8,6 +9,11 @@
 
 #include "args.h"
 #include "threads.h"
+
+static inline int64_t least(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
 
 static inline float float_of(uint32_t bits)
 {

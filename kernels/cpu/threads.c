@@ -122,14 +122,14 @@ static void scratch_give(Scratch *held)
         free(held->data);
 }
 
+/* The first failure counts. */
 static void work_fail(Work *work, Status status, const Error *err)
 {
     int running = 0;
     if (!atomic_compare_exchange_strong(&work->stop, &running, 1))
         return;
     work->status = status;
-    if (err)
-        work->error = *err;
+    work->error = *err;
 }
 
 static void work_poll(Work *work)
@@ -141,8 +141,10 @@ static void work_poll(Work *work)
         return;
     work->polled = now;
     Error err;
-    if (work->call->interrupted())
-        work_fail(work, fail(&err, INTERRUPTED, "interrupted"), &err);
+    if (work->call->interrupted()) {
+        fail(&err, INTERRUPTED, "interrupted");
+        work_fail(work, INTERRUPTED, &err);
+    }
 }
 
 int worker_stop(Worker *worker)
@@ -159,7 +161,8 @@ static void work_run(Work *work, int index)
     Scratch held;
     Worker worker = {index, scratch_take(work->scratch_bytes, &held), work};
     if (work->scratch_bytes && !worker.scratch) {
-        work_fail(work, fail(&err, NO_MEMORY, "no memory for %zu bytes of scratch", work->scratch_bytes), &err);
+        fail(&err, NO_MEMORY, "no memory for %zu bytes of scratch", work->scratch_bytes);
+        work_fail(work, NO_MEMORY, &err);
         return;
     }
     for (;;) {
@@ -299,17 +302,20 @@ static void pool_finish(Work *work)
     pthread_mutex_unlock(&pool.mutex);
 }
 
-Status parallel_for(const Call *call, int64_t items, size_t scratch_bytes, WorkBody body, void *context, Error *err)
+Status parallel_for(const Call *call, int64_t items, size_t scratch_bytes, WorkBody body,
+                    void *context, Error *err)
 {
     if (items <= 0)
         return OK;
     pthread_once(&pool_made, pool_make);
-    Work work = {.call = call, .items = items, .scratch_bytes = scratch_bytes, .body = body, .context = context};
+    Work work = {.call = call, .items = items, .scratch_bytes = scratch_bytes};
+    work.body = body;
+    work.context = context;
     if (call->interrupted)
         work.polled = now_ns();
-    int64_t seats = call->num_threads - 1;
-    seats = seats < items - 1 ? seats : items - 1;
-    seats = seats < MAX_WORKERS ? seats : MAX_WORKERS;
+    int64_t seats = call->num_threads < items ? call->num_threads - 1 : items - 1;
+    if (seats > MAX_WORKERS)
+        seats = MAX_WORKERS;
     if (seats > 0 && !atomic_flag_test_and_set(&pool.owned)) {
         seats = pool_grow((int)seats);
         if (seats > 0)
