@@ -31,10 +31,11 @@ LAYERS = {
 }
 
 
-def gdn_flops(T, layer, chunk=64):
-    """Of the chunked form, in one sequence, each value head on its own (docs/algorithms/gated_delta_rule.md)."""
-    C, K, V = chunk, layer.K, layer.V
-    a_chunk = 4 * C * C * K + 2 * C * C * (K + 2 * V) + 6 * C * K * V + C**3 / 3
+def gdn_flops(T, layer, chunk=32):
+    """What the chunked form has to compute: products with the state, and the triangles as triangles, with the ones of
+    keys and queries shared by the value heads of a key head (docs/algorithms/gated_delta_rule.md)."""
+    C, K, V, r = chunk, layer.K, layer.V, layer.HV // layer.H
+    a_chunk = 6 * C * K * V + 2 * C * C * V + 2 * C * C * K / r
     return a_chunk * T / C * layer.HV
 
 
