@@ -203,7 +203,7 @@ def extent_cases():
                     yield pytest.param(op, row, when, i, id=f"{op}-{row['name']}-{when}-{extent}")
 
 
-@pytest.mark.parametrize("op, row, when, axis", extent_cases())
+@pytest.mark.parametrize("op, row, when, axis", list(extent_cases()))
 def test_extent(op, row, when, axis):
     """One more than it should be, wherever an earlier argument has fixed what it should be."""
     e = Example(op, [row["name"]], **(dict([when.split("=")]) if when else {}))
@@ -616,7 +616,7 @@ def over(buffer, like, offset=0):
     return np.ndarray(like.shape, like.dtype, buffer, offset)
 
 
-@pytest.mark.parametrize("op, out, arg", pair_cases())
+@pytest.mark.parametrize("op, out, arg", list(pair_cases()))
 def test_overlap(op, out, arg):
     order = [r["name"] for r in rows(op, "ARG")]
     outputs = [r["name"] for r in rows(op, "ARG") if "OUT" in r["role"]]
