@@ -107,9 +107,9 @@ static int interleaved(const Tensor *a, const Tensor *b)
     const Tensor *both[2] = {a, b};
     for (int which = 0; which < 2; which++)
         for (int i = 0; i < both[which]->ndim; i++) {
-            int64_t limit = both[which]->stride[i] * DTYPE_SIZE[both[which]->dtype], period = 0;
-            if (both[which]->shape[i] == 1 || limit == 0)
+            if (both[which]->shape[i] == 1 || both[which]->stride[i] == 0)
                 continue;
+            int64_t limit = both[which]->stride[i] * DTYPE_SIZE[both[which]->dtype], period = 0;
             int64_t width_a = inner_width(a, limit, &period), width_b = inner_width(b, limit, &period);
             uintptr_t low_a = (uintptr_t)a->data, low_b = (uintptr_t)b->data, p = (uintptr_t)period;
             int64_t apart = (int64_t)(low_b % p) - (int64_t)(low_a % p);

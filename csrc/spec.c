@@ -108,7 +108,9 @@ static Status scalar_compile(Spec *spec, const Row *row, Error *err)
             s->from_extent = 1;
             if (!extent_read(spec, &text, &s->base) || *text != '^')
                 return bad_row(spec, row, "the default cannot be read", err);
-            s->number = strtod(text + 1, &end);
+            s->number = strtod(++text, &end);
+            if (end == text)
+                return bad_row(spec, row, "the default cannot be read", err);
         }
     } else if (row->kind == ROW_INT) {
         s->integer = strtoll(row->second, &end, 10);
@@ -272,7 +274,11 @@ static void rules_sort(Spec *spec)
 
 Status spec_compile(OpId op, Spec *spec, Error *err)
 {
-    OpRows rows = op_rows(op);
+    return rows_compile(op_rows(op), op, spec, err);
+}
+
+Status rows_compile(OpRows rows, OpId op, Spec *spec, Error *err)
+{
     memset(spec, 0, sizeof *spec);
     spec->name = rows.name;
     spec->doc = rows.doc;

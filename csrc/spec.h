@@ -117,6 +117,7 @@ Status choices_check(const Spec *spec, Error *err);
 
 /* Reads the rows of an op. BAD_VALUE with the row's text when a row cannot be read or names nothing. */
 Status spec_compile(OpId op, Spec *spec, Error *err);
+Status rows_compile(OpRows rows, OpId op, Spec *spec, Error *err);
 
 /* Writes every scalar's default; a NUM that depends on an extent becomes NaN, which spec_check replaces. */
 void spec_defaults(const Spec *spec, void *args);
