@@ -265,9 +265,11 @@ static Status conflicts_check(Check *c, const Sequences *seq)
     if (s.write_arg < 0 || seq->count == 0)
         return OK;
     int64_t slot[SMALL], owner[SMALL], columns = s.write->ndim > 1 ? s.write->shape[1] : 1;
-    uint64_t size = SMALL;
+    uint64_t size = SMALL, entries;
+    if (__builtin_mul_overflow((uint64_t)seq->count, (uint64_t)columns, &entries) || entries >> 48)
+        return fail(c->err, NO_MEMORY, "%s: no memory to check %s", c->spec->name, arg_name(c, s.write_arg));
     /* Twice as many places as entries: one a written slot, one a slot that is only looked up. */
-    while (size / 4 < (uint64_t)seq->count * (uint64_t)columns)
+    while (size / 4 < entries)
         size *= 2;
     Owners o = {slot, owner, size - 1};
     if (size > SMALL) {
