@@ -107,8 +107,8 @@ def shard_in_proj(weight, key_dim, value_dim, tp, rank, *, kind="qkv", heads=Non
 L2_FORMULAS = {
     "x / sqrt(sum x^2 + eps)": lambda x, s, eps: x / np.sqrt(s + eps),
     "x / (sqrt(sum x^2) + eps)": lambda x, s, eps: x / (np.sqrt(s) + eps),
-    "x / max(sqrt(sum x^2), eps)": lambda x, s, eps: x / np.maximum(np.sqrt(s), eps),
     "x / sqrt(sum x^2)": lambda x, s, eps: x / np.sqrt(np.maximum(s, 1e-300)),
+    "x / max(sqrt(sum x^2), eps)": lambda x, s, eps: x / np.maximum(np.sqrt(s), eps),
     "x / sqrt(mean x^2 + eps)": lambda x, s, eps: x / np.sqrt(s / x.shape[-1] + eps),
     "x (no norm)": lambda x, s, eps: x,
 }
