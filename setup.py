@@ -10,7 +10,7 @@ import numpy
 from setuptools import Extension, setup
 
 flags = ["-O3", "-std=c11", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra"]
-# Quoted includes only: a plain -I would put kernels/cpu/features.h before the C library's.
+# Quoted includes only: a plain -I would put kernels/cpu/threads.h before the C library's.
 flags += ["-iquote", "csrc", "-iquote", "kernels/cpu"]
 link = []
 if os.environ.get("FIDELTA_WERROR") == "1":
