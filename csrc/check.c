@@ -20,7 +20,8 @@ void text_add(Text *text, const char *format, ...)
 
 void text_add_dim(Text *text, const Check *c, int dim, int *first)
 {
-    text_add(text, "%s%s = %lld", *first ? " with " : ", ", c->spec->dim[dim]->name, (long long)c->dim[dim]);
+    text_add(text, "%s%s = %lld", *first ? " with " : ", ", c->spec->dim[dim]->name,
+             (long long)c->dim[dim]);
     *first = 0;
     if (c->source[dim] >= 0)
         text_add(text, " from %s", arg_name(c, c->source[dim]));
@@ -48,10 +49,18 @@ static void text_add_tuple(Text *text, const int64_t *numbers, int count)
 static void text_add_device(Text *text, Device device)
 {
     switch (device.type) {
-    case DEVICE_CPU: text_add(text, "cpu"); break;
-    case DEVICE_CUDA: text_add(text, "cuda:%d", device.id); break;
-    case DEVICE_ROCM: text_add(text, "rocm:%d", device.id); break;
-    default: text_add(text, "DLPack device %d:%d", device.type, device.id); break;
+    case DEVICE_CPU:
+        text_add(text, "cpu");
+        break;
+    case DEVICE_CUDA:
+        text_add(text, "cuda:%d", device.id);
+        break;
+    case DEVICE_ROCM:
+        text_add(text, "rocm:%d", device.id);
+        break;
+    default:
+        text_add(text, "DLPack device %d:%d", device.type, device.id);
+        break;
     }
 }
 
@@ -61,29 +70,32 @@ static Status presence_check(Check *c)
     const Spec *spec = c->spec;
     for (int i = 0; i < spec->args; i++)
         if (!check_tensor(c, i)->given && spec->arg[i].role != OPT && spec->arg[i].role != OUT_OPT)
-            return fail(c->err, BAD_TYPE, "%s: %s is None; expected a tensor", spec->name, arg_name(c, i));
+            return fail(c->err, BAD_TYPE, "%s: %s is None; expected a tensor", spec->name,
+                        arg_name(c, i));
     for (int i = spec->first[ROW_GIVEN_IF]; i < spec->first[ROW_GIVEN_IF + 1]; i++) {
         const Rule *r = &spec->rule[i];
         const Scalar *s = &spec->scalar[r->scalar];
         int given = check_tensor(c, r->arg)->given, now = scalar_int(spec, c->args, r->scalar);
         if (given && now != r->value)
-            return fail(c->err, BAD_VALUE, "%s: %s is given with %s=\"%s\"; expected None unless %s=\"%s\"", spec->name,
-                        arg_name(c, r->arg), s->row->name, s->value[now], s->row->name, s->value[r->value]);
+            return fail(c->err, BAD_VALUE,
+                        "%s: %s is given with %s=\"%s\"; expected None unless %s=\"%s\"",
+                        spec->name, arg_name(c, r->arg), s->row->name, s->value[now], s->row->name,
+                        s->value[r->value]);
         if (!given && now == r->value)
-            return fail(c->err, BAD_VALUE, "%s: %s is None; expected a tensor with %s=\"%s\"", spec->name,
-                        arg_name(c, r->arg), s->row->name, s->value[now]);
+            return fail(c->err, BAD_VALUE, "%s: %s is None; expected a tensor with %s=\"%s\"",
+                        spec->name, arg_name(c, r->arg), s->row->name, s->value[now]);
     }
     for (int i = spec->first[ROW_NEEDS]; i < spec->first[ROW_NEEDS + 1]; i++) {
         const Rule *r = &spec->rule[i];
         if (check_tensor(c, r->arg)->given && !check_tensor(c, r->other)->given)
-            return fail(c->err, BAD_VALUE, "%s: %s is None; expected a tensor, since %s is given", spec->name,
-                        arg_name(c, r->other), arg_name(c, r->arg));
+            return fail(c->err, BAD_VALUE, "%s: %s is None; expected a tensor, since %s is given",
+                        spec->name, arg_name(c, r->other), arg_name(c, r->arg));
     }
     for (int i = spec->first[ROW_EXCLUDES]; i < spec->first[ROW_EXCLUDES + 1]; i++) {
         const Rule *r = &spec->rule[i];
         if (check_tensor(c, r->arg)->given && check_tensor(c, r->other)->given)
-            return fail(c->err, BAD_VALUE, "%s: %s is given; expected None, since %s is given", spec->name,
-                        arg_name(c, r->arg), arg_name(c, r->other));
+            return fail(c->err, BAD_VALUE, "%s: %s is given; expected None, since %s is given",
+                        spec->name, arg_name(c, r->arg), arg_name(c, r->other));
     }
     return OK;
 }
@@ -103,7 +115,8 @@ static Status dtype_check(Check *c, int arg)
     }
     char expected[256] = "";
     dtypes_text(c->spec, arg, same, expected, sizeof expected);
-    return fail(c->err, BAD_DTYPE, "%s: %s has dtype %s; expected %s", c->spec->name, arg_name(c, arg),
+    return fail(c->err, BAD_DTYPE, "%s: %s has dtype %s; expected %s", c->spec->name,
+                arg_name(c, arg),
                 (unsigned)t->dtype < DTYPE_COUNT ? DTYPE_NAME[t->dtype] : "unknown", expected);
 }
 
@@ -153,7 +166,8 @@ static Status shape_fail(Check *c, int arg, const Shape *shape, unsigned wrong, 
         const Rule *r = &c->spec->rule[i];
         int64_t dim[MAX_DIMS];
         memcpy(dim, c->dim, sizeof dim);
-        if (r->arg != arg || shape_stars(&r->shape, t) < 0 || shape_match(&r->shape, t, shape_stars(&r->shape, t), dim))
+        if (r->arg != arg || shape_stars(&r->shape, t) < 0 ||
+            shape_match(&r->shape, t, shape_stars(&r->shape, t), dim))
             continue;
         text_add(&text, "; %s", r->row->doc);
         break;
@@ -171,8 +185,8 @@ static Status shape_check(Check *c, int arg, const Shape *shape)
         c->stars = stars;
         c->star_source = arg;
     } else if (shape->star) {
-        star_wrong = stars != c->stars ||
-                     memcmp(t->shape, check_tensor(c, c->star_source)->shape, (size_t)stars * sizeof *t->shape) != 0;
+        star_wrong = stars != c->stars || memcmp(t->shape, check_tensor(c, c->star_source)->shape,
+                                                 (size_t)stars * sizeof *t->shape) != 0;
     }
     int64_t dim[MAX_DIMS];
     memcpy(dim, c->dim, sizeof dim);
@@ -197,7 +211,8 @@ static void absent_apply(Check *c)
     for (int i = spec->first[ROW_ABSENT]; i < spec->first[ROW_ABSENT + 1]; i++) {
         const Rule *r = &spec->rule[i];
         int64_t value;
-        if (c->dim[r->dim] >= 0 || check_tensor(c, r->arg)->given || !extent_value(&r->right, c->dim, &value))
+        if (c->dim[r->dim] >= 0 || check_tensor(c, r->arg)->given ||
+            !extent_value(&r->right, c->dim, &value))
             continue;
         c->dim[r->dim] = value;
         c->source[r->dim] = r->right.dim >= 0 ? c->source[r->right.dim] : -1;
@@ -248,7 +263,8 @@ static Status layout_check(Check *c, int arg)
         Layout layout = c->spec->arg[arg].layout;
         if (t->shape[i] == 1) {
             int64_t inner = 1;
-            if (i + 1 < t->ndim && __builtin_mul_overflow(t->shape[i + 1], t->stride[i + 1], &inner))
+            if (i + 1 < t->ndim &&
+                __builtin_mul_overflow(t->shape[i + 1], t->stride[i + 1], &inner))
                 inner = 0;
             t->stride[i] = inner;
             continue;
@@ -298,8 +314,8 @@ static Status arg_check(Check *c, int arg)
     if (status == OK)
         status = layout_check(c, arg);
     if (status == OK && t->readonly && arg_is_output(c, arg))
-        status = fail(c->err, BAD_LAYOUT, "%s: %s is read-only; expected writable memory", c->spec->name,
-                      arg_name(c, arg));
+        status = fail(c->err, BAD_LAYOUT, "%s: %s is read-only; expected writable memory",
+                      c->spec->name, arg_name(c, arg));
     if (status == OK)
         status = memory_check(c, arg);
     if (status == OK)
@@ -317,14 +333,18 @@ static Status rule_check(Check *c, const Rule *r)
     if (!extent_value(&r->left, c->dim, &left) || !extent_value(&r->right, c->dim, &right))
         return OK; /* a dim of arguments that were left out */
     int op = (int)(strchr("lg=%", r->op) - "lg=%");
-    int holds = op == 0 ? left <= right : op == 1 ? left >= right : op == 2 ? left == right : right > 0 && left % right == 0;
+    int holds = op == 0   ? left <= right
+                : op == 1 ? left >= right
+                : op == 2 ? left == right
+                          : right > 0 && left % right == 0;
     if (holds)
         return OK;
     const char *text = r->row->second;
     int source = r->left.dim >= 0 ? c->source[r->left.dim] : -1, first = 1;
     Text message = {0};
-    text_add(&message, "%s: %s has %.*s = %lld; expected ", c->spec->name, source >= 0 ? arg_name(c, source) : "it",
-             (int)strcspn(text, " "), text, (long long)left);
+    text_add(&message, "%s: %s has %.*s = %lld; expected ", c->spec->name,
+             source >= 0 ? arg_name(c, source) : "it", (int)strcspn(text, " "), text,
+             (long long)left);
     if (op != 3)
         text_add(&message, "%.*s ", (int)strcspn(text, " "), text);
     text_add(&message, "%s%s", op == 2 ? "== " : RULE_WORDS[op], strrchr(text, ' ') + 1);

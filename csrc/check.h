@@ -8,12 +8,13 @@ typedef struct {
     const Spec *spec;
     void *args;
     Error *err;
-    int64_t dim[MAX_DIMS];   /* -1: not known yet */
-    int source[MAX_DIMS];    /* the arg that fixed it, or -1 */
-    int without[MAX_DIMS];   /* the arg whose absence fixed it, or -1 */
-    int stars, star_source;  /* leading axes of `*` shapes; -1: not known yet */
-    int device_source;       /* the first arg given, or -1 */
-    uintptr_t low[MAX_ARGS], high[MAX_ARGS]; /* bytes low .. high - 1 of every arg; equal when it has none */
+    int64_t dim[MAX_DIMS];  /* -1: not known yet */
+    int source[MAX_DIMS];   /* the arg that fixed it, or -1 */
+    int without[MAX_DIMS];  /* the arg whose absence fixed it, or -1 */
+    int stars, star_source; /* leading axes of `*` shapes; -1: not known yet */
+    int device_source;      /* the first arg given, or -1 */
+    uintptr_t low[MAX_ARGS],
+        high[MAX_ARGS]; /* bytes low .. high - 1 of every arg; equal when it has none */
 } Check;
 
 /* A message put together in pieces; what does not fit is cut. */

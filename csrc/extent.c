@@ -82,10 +82,14 @@ int shape_read(const Spec *spec, const char *text, Shape *shape)
 static int step_apply(char op, int64_t n, int64_t *value)
 {
     switch (op) {
-    case '+': return !__builtin_add_overflow(*value, n, value);
-    case '-': return !__builtin_sub_overflow(*value, n, value);
-    case '*': return !__builtin_mul_overflow(*value, n, value);
-    default: break;
+    case '+':
+        return !__builtin_add_overflow(*value, n, value);
+    case '-':
+        return !__builtin_sub_overflow(*value, n, value);
+    case '*':
+        return !__builtin_mul_overflow(*value, n, value);
+    default:
+        break;
     }
     if (n <= 0)
         return 0;
@@ -112,7 +116,8 @@ int extent_fixes(const Extent *e)
 {
     if (e->dim < 0 || e->steps > 1)
         return 0;
-    return e->steps == 0 || (e->step[0].dim < 0 && strchr("+-*", e->step[0].op) && e->step[0].number > 0);
+    return e->steps == 0 ||
+           (e->step[0].dim < 0 && strchr("+-*", e->step[0].op) && e->step[0].number > 0);
 }
 
 int extent_solve(const Extent *e, int64_t value, int64_t *dim)

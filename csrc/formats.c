@@ -16,6 +16,7 @@ const int DTYPE_SIZE[DTYPE_COUNT] = {
 };
 
 /* Each op's rows stand in a function of its own, so that Args can name its struct for offsetof. */
+/* clang-format off */
 #define OP(op, words) \
     static OpRows op##_rows(void) { typedef op##_args Args; static const Row rows[] = {
 #define DIM(n, words) {.kind = ROW_DIM, .name = #n, .doc = words, .at = offsetof(Args, n)},
@@ -51,14 +52,18 @@ const int DTYPE_SIZE[DTYPE_COUNT] = {
 #define END(op) \
     }; return (OpRows){.size = sizeof(Args), .rows = rows, .count = (int)(sizeof rows / sizeof *rows)}; }
 #include "formats.h"
+/* clang-format on */
 
 OpRows op_rows(OpId op)
 {
     OpRows found = {0};
     switch (op) {
+/* clang-format off */
 #define OP(op, words) case OP_##op: found = op##_rows(); found.name = #op; found.doc = words; break;
+/* clang-format on */
 #include "formats.h"
-    case OP_COUNT: break;
+    case OP_COUNT:
+        break;
     }
     return found;
 }
@@ -98,7 +103,8 @@ static int enumerator_named(const Spec *spec, const Scalar *s, int number)
 {
     for (size_t i = 0; i < sizeof ENUMERATOR / sizeof *ENUMERATOR; i++)
         if ((!ENUMERATOR[i].op || !strcmp(ENUMERATOR[i].op, spec->name)) &&
-            !strcmp(ENUMERATOR[i].choice, s->row->name) && !strcmp(ENUMERATOR[i].value, s->value[number]))
+            !strcmp(ENUMERATOR[i].choice, s->row->name) &&
+            !strcmp(ENUMERATOR[i].value, s->value[number]))
             return ENUMERATOR[i].number == number;
     return 0;
 }
@@ -108,7 +114,9 @@ Status choices_check(const Spec *spec, Error *err)
     for (int i = 0; i < spec->scalars; i++)
         for (int number = 0; number < spec->scalar[i].values; number++)
             if (!enumerator_named(spec, &spec->scalar[i], number))
-                return fail(err, BAD_VALUE, "%s: CHOICE %s: value %s has no enumerator %d in args.h and formats.c",
-                            spec->name, spec->scalar[i].row->name, spec->scalar[i].value[number], number);
+                return fail(err, BAD_VALUE,
+                            "%s: CHOICE %s: value %s has no enumerator %d in args.h and formats.c",
+                            spec->name, spec->scalar[i].row->name, spec->scalar[i].value[number],
+                            number);
     return OK;
 }

@@ -58,16 +58,19 @@ Status memory_check(Check *c, int arg)
     overflow |= __builtin_mul_overflow(reach, size, &reach);
     overflow |= __builtin_add_overflow(low, (uintptr_t)reach, &high);
     if (overflow)
-        return fail(c->err, BAD_LAYOUT, "%s: %s has strides that reach beyond the address space; expected less",
+        return fail(c->err, BAD_LAYOUT,
+                    "%s: %s has strides that reach beyond the address space; expected less",
                     c->spec->name, arg_name(c, arg));
     if (!t->data)
-        return fail(c->err, BAD_LAYOUT, "%s: %s has no memory; expected a data pointer", c->spec->name,
-                    arg_name(c, arg));
+        return fail(c->err, BAD_LAYOUT, "%s: %s has no memory; expected a data pointer",
+                    c->spec->name, arg_name(c, arg));
     if (low % (uintptr_t)size)
-        return fail(c->err, BAD_LAYOUT, "%s: %s is not aligned; expected a multiple of its element size %lld",
+        return fail(c->err, BAD_LAYOUT,
+                    "%s: %s is not aligned; expected a multiple of its element size %lld",
                     c->spec->name, arg_name(c, arg), (long long)size);
     if (arg_is_output(c, arg) && !elements_apart(t))
-        return fail(c->err, BAD_LAYOUT, "%s: %s has elements that share memory; expected an output without overlap",
+        return fail(c->err, BAD_LAYOUT,
+                    "%s: %s has elements that share memory; expected an output without overlap",
                     c->spec->name, arg_name(c, arg));
     c->low[arg] = low;
     c->high[arg] = high;
@@ -110,7 +113,8 @@ static int interleaved(const Tensor *a, const Tensor *b)
             if (both[which]->shape[i] == 1 || both[which]->stride[i] == 0)
                 continue;
             int64_t limit = both[which]->stride[i] * DTYPE_SIZE[both[which]->dtype], period = 0;
-            int64_t width_a = inner_width(a, limit, &period), width_b = inner_width(b, limit, &period);
+            int64_t width_a = inner_width(a, limit, &period),
+                    width_b = inner_width(b, limit, &period);
             uintptr_t low_a = (uintptr_t)a->data, low_b = (uintptr_t)b->data, p = (uintptr_t)period;
             int64_t apart = (int64_t)(low_b % p) - (int64_t)(low_a % p);
             if (apart < 0)
@@ -142,8 +146,9 @@ static Status pair_check(Check *c, int out, int arg)
     int share = may_share(c, out, arg);
     if ((share && same_view(a, b)) || interleaved(a, b))
         return OK;
-    return fail(c->err, BAD_LAYOUT, "%s: %s overlaps %s; expected memory of its own%s", c->spec->name,
-                arg_name(c, out), arg_name(c, arg), share ? ", or the very same tensor" : "");
+    return fail(c->err, BAD_LAYOUT, "%s: %s overlaps %s; expected memory of its own%s",
+                c->spec->name, arg_name(c, out), arg_name(c, arg),
+                share ? ", or the very same tensor" : "");
 }
 
 Status overlap_check(Check *c)

@@ -10,9 +10,9 @@
 
 static Status bad_row(const Spec *spec, const Row *row, const char *what, Error *err)
 {
-    return fail(err, BAD_VALUE, "formats.h: %s: row (%s%s%s%s%s): %s", spec->name, row->name ? row->name : "",
-                row->second ? ", " : "", row->second ? row->second : "", row->third ? ", " : "",
-                row->third ? row->third : "", what);
+    return fail(err, BAD_VALUE, "formats.h: %s: row (%s%s%s%s%s): %s", spec->name,
+                row->name ? row->name : "", row->second ? ", " : "", row->second ? row->second : "",
+                row->third ? ", " : "", row->third ? row->third : "", what);
 }
 
 static int arg_named(const Spec *spec, const char *name)
@@ -85,7 +85,11 @@ static Status arg_compile(Spec *spec, const Row *row, Error *err)
     if (spec->args == MAX_ARGS)
         return bad_row(spec, row, "too many arguments", err);
     Arg *arg = &spec->arg[spec->args];
-    *arg = (Arg){.row = row, .at = row->at, .role = (Role)row->role, .layout = (Layout)row->layout, .alt_choice = -1};
+    *arg = (Arg){.row = row,
+                 .at = row->at,
+                 .role = (Role)row->role,
+                 .layout = (Layout)row->layout,
+                 .alt_choice = -1};
     if (!shape_read(spec, row->second, &arg->shape))
         return bad_row(spec, row, "the shape cannot be read", err);
     if (!dtypes_read(spec, row->third, arg))
@@ -156,7 +160,8 @@ static Status alt_compile(Spec *spec, const Row *row, Error *err)
 {
     int index = arg_named(spec, row->name);
     Arg *arg = index >= 0 ? &spec->arg[index] : NULL;
-    if (!arg || arg->alt_choice >= 0 || !choice_read(spec, row->second, &arg->alt_choice, &arg->alt_value))
+    if (!arg || arg->alt_choice >= 0 ||
+        !choice_read(spec, row->second, &arg->alt_choice, &arg->alt_value))
         return bad_row(spec, row, "no such argument, choice or value", err);
     if (!shape_read(spec, row->third, &arg->alt) || !order_read(arg))
         return bad_row(spec, row, "the shape does not hold the first order's extents", err);
@@ -183,25 +188,35 @@ static int text_is_extent(const Spec *spec, const char *text, Extent *e)
 static int rule_fields(Spec *spec, const Row *row, Rule *rule)
 {
     switch (row->kind) {
-    case ROW_ABSENT: return (rule->dim = dim_named(spec, row->second)) >= 0 && text_is_extent(spec, row->third, &rule->right);
-    case ROW_HINT: return shape_read(spec, row->second, &rule->shape);
+    case ROW_ABSENT:
+        return (rule->dim = dim_named(spec, row->second)) >= 0 &&
+               text_is_extent(spec, row->third, &rule->right);
+    case ROW_HINT:
+        return shape_read(spec, row->second, &rule->shape);
     case ROW_RULE:
-    case ROW_RULE_IF: return rule_read(spec, row->second, rule);
+    case ROW_RULE_IF:
+        return rule_read(spec, row->second, rule);
     case ROW_GIVEN_IF:
-    case ROW_RANGE_IF: return choice_read(spec, row->second, &rule->scalar, &rule->value);
+    case ROW_RANGE_IF:
+        return choice_read(spec, row->second, &rule->scalar, &rule->value);
     case ROW_NEEDS:
     case ROW_EXCLUDES:
-    case ROW_SHARE: return (rule->other = arg_named(spec, row->second)) >= 0;
+    case ROW_SHARE:
+        return (rule->other = arg_named(spec, row->second)) >= 0;
     case ROW_SPANS:
     case ROW_OFFSETS:
     case ROW_POSITIONS:
-    case ROW_LONGEST_IF: return (rule->dim = dim_named(spec, row->second)) >= 0;
+    case ROW_LONGEST_IF:
+        return (rule->dim = dim_named(spec, row->second)) >= 0;
     case ROW_SLOTS:
         rule->scalar = scalar_named(spec, row->third, ROW_INT);
         return (rule->dim = dim_named(spec, row->second)) >= 0 && rule->scalar >= 0;
-    case ROW_INDEX: return !row->second[0] || text_is_extent(spec, row->second, &rule->right);
-    case ROW_LONGEST: return text_is_extent(spec, row->second, &rule->right);
-    default: return 0;
+    case ROW_INDEX:
+        return !row->second[0] || text_is_extent(spec, row->second, &rule->right);
+    case ROW_LONGEST:
+        return text_is_extent(spec, row->second, &rule->right);
+    default:
+        return 0;
     }
 }
 
@@ -228,10 +243,12 @@ static Status names_check(const Spec *spec, Error *err)
             if (extent_fixes(e) && (!known[e->dim] || spec->arg[i].role == IN))
                 known[e->dim] = 1;
             if (e->dim >= 0 && !known[e->dim])
-                return bad_row(spec, spec->arg[i].row, "an extent's name is fixed by no row before it", err);
+                return bad_row(spec, spec->arg[i].row,
+                               "an extent's name is fixed by no row before it", err);
             for (int k = 0; k < e->steps; k++)
                 if (e->step[k].dim >= 0 && !known[e->step[k].dim])
-                    return bad_row(spec, spec->arg[i].row, "a step's name is fixed by no row before it", err);
+                    return bad_row(spec, spec->arg[i].row,
+                                   "a step's name is fixed by no row before it", err);
         }
     for (int i = 0; i < spec->dims; i++)
         if (!known[i])
@@ -247,13 +264,17 @@ static Status row_compile(Spec *spec, const Row *row, Error *err)
             return bad_row(spec, row, "too many dims", err);
         spec->dim[spec->dims++] = row;
         return OK;
-    case ROW_ARG: return arg_compile(spec, row, err);
+    case ROW_ARG:
+        return arg_compile(spec, row, err);
     case ROW_NUM:
     case ROW_INT:
     case ROW_FLAG:
-    case ROW_CHOICE: return scalar_compile(spec, row, err);
-    case ROW_ALT: return alt_compile(spec, row, err);
-    default: return rule_compile(spec, row, err);
+    case ROW_CHOICE:
+        return scalar_compile(spec, row, err);
+    case ROW_ALT:
+        return alt_compile(spec, row, err);
+    default:
+        return rule_compile(spec, row, err);
     }
 }
 
@@ -291,7 +312,8 @@ Status rows_compile(OpRows rows, OpId op, Spec *spec, Error *err)
     for (int pass = 0; pass < 3; pass++)
         for (int i = 0; i < rows.count; i++) {
             RowKind kind = rows.rows[i].kind;
-            int scalar = kind == ROW_NUM || kind == ROW_INT || kind == ROW_FLAG || kind == ROW_CHOICE;
+            int scalar =
+                kind == ROW_NUM || kind == ROW_INT || kind == ROW_FLAG || kind == ROW_CHOICE;
             int when = kind == ROW_DIM ? 0 : kind == ROW_ARG || scalar ? 1 : 2;
             Status status = when == pass ? row_compile(spec, &rows.rows[i], err) : OK;
             if (status != OK)
@@ -308,10 +330,18 @@ void spec_defaults(const Spec *spec, void *args)
         const Scalar *s = &spec->scalar[i];
         void *at = (char *)args + s->at;
         switch (s->row->kind) {
-        case ROW_NUM: *(double *)at = s->from_extent ? NAN : s->number; break;
-        case ROW_INT: *(int64_t *)at = s->integer; break;
-        case ROW_FLAG: *(int *)at = (int)s->integer; break;
-        default: *(int *)at = 0; break;
+        case ROW_NUM:
+            *(double *)at = s->from_extent ? NAN : s->number;
+            break;
+        case ROW_INT:
+            *(int64_t *)at = s->integer;
+            break;
+        case ROW_FLAG:
+            *(int *)at = (int)s->integer;
+            break;
+        default:
+            *(int *)at = 0;
+            break;
         }
     }
 }
@@ -325,11 +355,15 @@ void dtypes_text(const Spec *spec, int arg, int same, char *text, size_t size)
         if (a->dtypes >> i & 1 && i != same)
             snprintf(word[words++], sizeof word[0], "%s", DTYPE_NAME[i]);
     if (a->same_as >= 0 && same >= 0)
-        snprintf(word[words++], sizeof word[0], "%s from %s", DTYPE_NAME[same], spec->arg[a->same_as].row->name);
+        snprintf(word[words++], sizeof word[0], "%s from %s", DTYPE_NAME[same],
+                 spec->arg[a->same_as].row->name);
     else if (a->same_as >= 0)
         snprintf(word[words++], sizeof word[0], "the dtype of %s", spec->arg[a->same_as].row->name);
     size_t length = 0;
     for (int i = 0; i < words && length < size; i++)
         length += (size_t)snprintf(text + length, size - length, "%s%s",
-                                   i == 0 ? "" : i == words - 1 ? " or " : ", ", word[i]);
+                                   i == 0           ? ""
+                                   : i == words - 1 ? " or "
+                                                    : ", ",
+                                   word[i]);
 }

@@ -7,17 +7,26 @@
 
 #include "args.h"
 
-enum { MAX_DIMS = 16, MAX_ARGS = 24, MAX_SCALARS = 16, MAX_RULES = 48, MAX_STEPS = 4, MAX_VALUES = 4 };
+enum {
+    MAX_DIMS = 16,
+    MAX_ARGS = 24,
+    MAX_SCALARS = 16,
+    MAX_RULES = 48,
+    MAX_STEPS = 4,
+    MAX_VALUES = 4
+};
 
 typedef enum { IN, OPT, OUT, OUT_OPT, INOUT } Role;
 typedef enum { ROWS, DENSE, ANY } Layout;
 typedef enum { READ, WRITE, BOTH } SlotUse;
 
+/* clang-format off */
 typedef enum {
-    ROW_DIM, ROW_ARG, ROW_ALT, ROW_ABSENT, ROW_HINT, ROW_NUM, ROW_INT, ROW_FLAG, ROW_CHOICE, ROW_RULE, ROW_RULE_IF,
-    ROW_GIVEN_IF, ROW_NEEDS, ROW_EXCLUDES, ROW_SPANS, ROW_OFFSETS, ROW_SLOTS, ROW_INDEX, ROW_POSITIONS, ROW_LONGEST,
-    ROW_LONGEST_IF, ROW_RANGE_IF, ROW_SHARE, ROW_KINDS
+    ROW_DIM, ROW_ARG, ROW_ALT, ROW_ABSENT, ROW_HINT, ROW_NUM, ROW_INT, ROW_FLAG, ROW_CHOICE, ROW_RULE,
+    ROW_RULE_IF, ROW_GIVEN_IF, ROW_NEEDS, ROW_EXCLUDES, ROW_SPANS, ROW_OFFSETS, ROW_SLOTS, ROW_INDEX,
+    ROW_POSITIONS, ROW_LONGEST, ROW_LONGEST_IF, ROW_RANGE_IF, ROW_SHARE, ROW_KINDS
 } RowKind;
+/* clang-format on */
 
 /* One row as it is written. What the fields hold, by kind, stands in formats.c. */
 typedef struct {
@@ -32,8 +41,8 @@ typedef struct {
 
 /* A NAME or NUMBER and the steps applied to it, left to right. */
 typedef struct {
-    char op;    /* one of / ^ * + -, where ^ divides and rounds up */
-    int dim;    /* the operand: a dim, or -1 for the number */
+    char op; /* one of / ^ * + -, where ^ divides and rounds up */
+    int dim; /* the operand: a dim, or -1 for the number */
     int64_t number;
 } Step;
 
@@ -69,18 +78,18 @@ typedef struct {
 typedef struct {
     const Row *row;
     size_t at;
-    double number;   /* default of NUM; of FLAG and INT as well */
+    double number; /* default of NUM; of FLAG and INT as well */
     int64_t integer;
-    Extent base;     /* NUM "K^-0.5": base K, number -0.5 */
+    Extent base; /* NUM "K^-0.5": base K, number -0.5 */
     int from_extent;
-    int values;      /* of a CHOICE */
+    int values; /* of a CHOICE */
     char value[MAX_VALUES][16];
 } Scalar;
 
 /* Every row that is neither DIM, ARG nor scalar. Fields that its kind does not use are -1 or empty. */
 typedef struct {
     const Row *row;
-    int arg, other;    /* args */
+    int arg, other; /* args */
     int dim;
     int scalar, value; /* the CHOICE and its value; the INT pad of SLOTS */
     char op;           /* RULE: l g = % */
@@ -97,9 +106,9 @@ typedef struct {
     const Row *dim[MAX_DIMS];
     Arg arg[MAX_ARGS];
     Scalar scalar[MAX_SCALARS];
-    Rule rule[MAX_RULES];      /* in the order of their kinds: */
-    int first[ROW_KINDS + 1];  /* rules of kind k are first[k] .. first[k + 1] - 1 */
-    int check_values; /* the FLAG of that name, or -1 */
+    Rule rule[MAX_RULES];     /* in the order of their kinds: */
+    int first[ROW_KINDS + 1]; /* rules of kind k are first[k] .. first[k + 1] - 1 */
+    int check_values;         /* the FLAG of that name, or -1 */
 } Spec;
 
 /* The rows of an op as written (formats.c). */

@@ -9,12 +9,16 @@
 /* Element (i, j) of an integer or bool tensor with one or two axes. */
 static int64_t whole(const Tensor *t, int64_t i, int64_t j)
 {
-    const char *at = (const char *)t->data +
-                     (i * t->stride[0] + (t->ndim > 1 ? j * t->stride[1] : 0)) * DTYPE_SIZE[t->dtype];
+    const char *at =
+        (const char *)t->data +
+        (i * t->stride[0] + (t->ndim > 1 ? j * t->stride[1] : 0)) * DTYPE_SIZE[t->dtype];
     switch (t->dtype) {
-    case I32: return *(const int32_t *)at;
-    case I64: return *(const int64_t *)at;
-    default: return *(const uint8_t *)at != 0;
+    case I32:
+        return *(const int32_t *)at;
+    case I64:
+        return *(const int64_t *)at;
+    default:
+        return *(const uint8_t *)at != 0;
     }
 }
 
@@ -28,8 +32,9 @@ static float real(const Tensor *t, int64_t offset)
     uint32_t half = *(const uint16_t *)at;
     if (t->dtype == F16) {
         uint32_t exponent = half >> 10 & 31, fraction = half & 1023;
-        value = exponent == 31 ? (fraction ? NAN : INFINITY)
-                : exponent == 0 ? ldexpf((float)fraction, -24) : ldexpf((float)(fraction | 1024), (int)exponent - 25);
+        value = exponent == 31  ? (fraction ? NAN : INFINITY)
+                : exponent == 0 ? ldexpf((float)fraction, -24)
+                                : ldexpf((float)(fraction | 1024), (int)exponent - 25);
         return half >> 15 ? -value : value;
     }
     bits = half << 16;
@@ -58,11 +63,13 @@ static Status offsets_check(Check *c, const Rule *r)
     for (int64_t i = 0; i < count; i++) {
         int64_t value = whole(t, i, 0);
         if (i == 0 && value != 0)
-            return fail(c->err, BAD_VALUE, "%s: %s[0] is %lld; expected 0", c->spec->name, arg_name(c, r->arg),
-                        (long long)value);
+            return fail(c->err, BAD_VALUE, "%s: %s[0] is %lld; expected 0", c->spec->name,
+                        arg_name(c, r->arg), (long long)value);
         if (value < before)
-            return fail(c->err, BAD_VALUE, "%s: %s[%lld] is %lld; expected at least %lld, the value before it",
-                        c->spec->name, arg_name(c, r->arg), (long long)i, (long long)value, (long long)before);
+            return fail(c->err, BAD_VALUE,
+                        "%s: %s[%lld] is %lld; expected at least %lld, the value before it",
+                        c->spec->name, arg_name(c, r->arg), (long long)i, (long long)value,
+                        (long long)before);
         before = value;
     }
     if (before == last)
@@ -70,8 +77,9 @@ static Status offsets_check(Check *c, const Rule *r)
     Text text = {0};
     int first = 1;
     text_add_dim(&text, c, r->dim, &first);
-    return fail(c->err, BAD_VALUE, "%s: %s[%lld] is %lld; expected %s%s", c->spec->name, arg_name(c, r->arg),
-                (long long)count - 1, (long long)before, c->spec->dim[r->dim]->name, text.text);
+    return fail(c->err, BAD_VALUE, "%s: %s[%lld] is %lld; expected %s%s", c->spec->name,
+                arg_name(c, r->arg), (long long)count - 1, (long long)before,
+                c->spec->dim[r->dim]->name, text.text);
 }
 
 static Status spans_check(Check *c, const Rule *r)
@@ -84,9 +92,10 @@ static Status spans_check(Check *c, const Rule *r)
         Text text = {0};
         int first = 1;
         text_add_dim(&text, c, r->dim, &first);
-        return fail(c->err, BAD_VALUE, "%s: %s[%lld] is (%lld, %lld); expected 0 <= first <= end <= %s%s",
-                    c->spec->name, arg_name(c, r->arg), (long long)i, (long long)from, (long long)end,
-                    c->spec->dim[r->dim]->name, text.text);
+        return fail(c->err, BAD_VALUE,
+                    "%s: %s[%lld] is (%lld, %lld); expected 0 <= first <= end <= %s%s",
+                    c->spec->name, arg_name(c, r->arg), (long long)i, (long long)from,
+                    (long long)end, c->spec->dim[r->dim]->name, text.text);
     }
     return OK;
 }
@@ -121,13 +130,15 @@ static int64_t sequence_length(const Sequences *s, int64_t n)
     return s->spans ? whole(s->spans, n, 1) - whole(s->spans, n, 0) : s->time;
 }
 
-static Status slot_fail(Check *c, int arg, int64_t n, int64_t t, int64_t value, const char *expected)
+static Status slot_fail(Check *c, int arg, int64_t n, int64_t t, int64_t value,
+                        const char *expected)
 {
     Text text = {0};
     text_add(&text, "%s: %s[%lld", c->spec->name, arg_name(c, arg), (long long)n);
     if (check_tensor(c, arg)->ndim > 1 && check_tensor(c, arg)->shape[1] > 1)
         text_add(&text, ", %lld", (long long)t);
-    return fail(c->err, BAD_VALUE, "%s] is %lld; expected %s", text.text, (long long)value, expected);
+    return fail(c->err, BAD_VALUE, "%s] is %lld; expected %s", text.text, (long long)value,
+                expected);
 }
 
 /* How many columns of a slots tensor count for sequence n: all that are read; of those written, one a token. */
@@ -193,7 +204,8 @@ static Status writers_check(Check *c, const Slots *s, const Sequences *seq, cons
     for (int64_t n = 0; n < seq->count; n++) {
         if (slot_read(s, n) == s->pad)
             continue;
-        int64_t columns = s->write_rule->row->use == WRITE ? columns_used(s->write_rule, s->write, seq, n) : 1;
+        int64_t columns =
+            s->write_rule->row->use == WRITE ? columns_used(s->write_rule, s->write, seq, n) : 1;
         for (int64_t i = 0; i < columns; i++) {
             int64_t slot = whole(s->write, n, i);
             if (slot == s->pad)
@@ -201,7 +213,8 @@ static Status writers_check(Check *c, const Slots *s, const Sequences *seq, cons
             int64_t *owner = owner_of(o, slot);
             if (*owner >= 0) {
                 Text text = {0};
-                text_add(&text, "a slot written once, but sequence %lld writes it too", (long long)*owner);
+                text_add(&text, "a slot written once, but sequence %lld writes it too",
+                         (long long)*owner);
                 return slot_fail(c, s->write_arg, n, i, slot, text.text);
             }
             *owner = n;
@@ -215,7 +228,8 @@ static Status writers_check(Check *c, const Slots *s, const Sequences *seq, cons
         while (whole(s->write, owner, column) != slot)
             column++;
         Text text = {0};
-        text_add(&text, "a slot that no other sequence reads, but sequence %lld reads it", (long long)n);
+        text_add(&text, "a slot that no other sequence reads, but sequence %lld reads it",
+                 (long long)n);
         return slot_fail(c, s->write_arg, owner, column, slot, text.text);
     }
     return OK;
@@ -226,7 +240,8 @@ static const Tensor *slots_pool(const Check *c, const Rule *r)
 {
     for (int i = 0; i < c->spec->args; i++) {
         const Shape *shape = &c->spec->arg[i].shape;
-        if (i != r->arg && !shape->star && shape->extent[0].dim == r->dim && !shape->extent[0].steps)
+        if (i != r->arg && !shape->star && shape->extent[0].dim == r->dim &&
+            !shape->extent[0].steps)
             return check_tensor(c, i);
     }
     return NULL;
@@ -267,7 +282,8 @@ static Status conflicts_check(Check *c, const Sequences *seq)
     int64_t slot[SMALL], owner[SMALL], columns = s.write->ndim > 1 ? s.write->shape[1] : 1;
     uint64_t size = SMALL, entries;
     if (__builtin_mul_overflow((uint64_t)seq->count, (uint64_t)columns, &entries) || entries >> 48)
-        return fail(c->err, NO_MEMORY, "%s: no memory to check %s", c->spec->name, arg_name(c, s.write_arg));
+        return fail(c->err, NO_MEMORY, "%s: no memory to check %s", c->spec->name,
+                    arg_name(c, s.write_arg));
     /* Twice as many places as entries: one a written slot, one a slot that is only looked up. */
     while (size / 4 < entries)
         size *= 2;
@@ -275,7 +291,8 @@ static Status conflicts_check(Check *c, const Sequences *seq)
     if (size > SMALL) {
         o.slot = malloc(2 * size * sizeof *o.slot);
         if (!o.slot)
-            return fail(c->err, NO_MEMORY, "%s: no memory to check %s", c->spec->name, arg_name(c, s.write_arg));
+            return fail(c->err, NO_MEMORY, "%s: no memory to check %s", c->spec->name,
+                        arg_name(c, s.write_arg));
         o.owner = o.slot + size;
     }
     memset(o.owner, -1, size * sizeof *o.owner);
@@ -315,13 +332,15 @@ static Status positions_check(Check *c, const Rule *r, const Sequences *s)
     for (int64_t i = 0; i < t->shape[0]; i++) {
         int64_t n = whole(t, i, 0), tokens = whole(t, i, 1);
         if (n < 0 || n >= s->count)
-            return fail(c->err, BAD_VALUE, "%s: %s[%lld] is (%lld, %lld); expected a sequence 0 .. %lld first",
-                        c->spec->name, arg_name(c, r->arg), (long long)i, (long long)n, (long long)tokens,
-                        (long long)s->count - 1);
+            return fail(c->err, BAD_VALUE,
+                        "%s: %s[%lld] is (%lld, %lld); expected a sequence 0 .. %lld first",
+                        c->spec->name, arg_name(c, r->arg), (long long)i, (long long)n,
+                        (long long)tokens, (long long)s->count - 1);
         if (tokens < 0 || tokens > sequence_length(s, n))
-            return fail(c->err, BAD_VALUE, "%s: %s[%lld] is (%lld, %lld); expected 0 .. %lld tokens of that sequence",
-                        c->spec->name, arg_name(c, r->arg), (long long)i, (long long)n, (long long)tokens,
-                        (long long)sequence_length(s, n));
+            return fail(c->err, BAD_VALUE,
+                        "%s: %s[%lld] is (%lld, %lld); expected 0 .. %lld tokens of that sequence",
+                        c->spec->name, arg_name(c, r->arg), (long long)i, (long long)n,
+                        (long long)tokens, (long long)sequence_length(s, n));
     }
     return OK;
 }
@@ -341,8 +360,8 @@ static Status longest_check(Check *c, const Rule *r, const Sequences *s)
             continue;
         Text text = {0};
         int first = 1;
-        text_add(&text, "%s: sequence %lld has %lld tokens; expected at most ", c->spec->name, (long long)n,
-                 (long long)sequence_length(s, n));
+        text_add(&text, "%s: sequence %lld has %lld tokens; expected at most ", c->spec->name,
+                 (long long)n, (long long)sequence_length(s, n));
         if (r->row->kind == ROW_LONGEST_IF) {
             text_add(&text, "%s, or %s = 1,", r->row->second, r->row->second);
             text_add_dim(&text, c, r->dim, &first);
@@ -379,7 +398,8 @@ static Status range_fail(Check *c, const Rule *r, const int64_t *index, float va
         text_add(&text, "at most %g", r->row->high);
     else
         text_add(&text, "%g .. %g", r->row->low, r->row->high);
-    return fail(c->err, BAD_VALUE, "%s with %s=\"%s\"; %s", text.text, s->row->name, s->value[r->value], r->row->doc);
+    return fail(c->err, BAD_VALUE, "%s with %s=\"%s\"; %s", text.text, s->row->name,
+                s->value[r->value], r->row->doc);
 }
 
 static Status range_check(Check *c, const Rule *r, const Sequences *s)
@@ -406,23 +426,31 @@ static Status rule_values(Check *c, const Rule *r, const Sequences *s)
     if (r->arg >= 0 && !check_tensor(c, r->arg)->given)
         return OK;
     switch (r->row->kind) {
-    case ROW_OFFSETS: return offsets_check(c, r);
-    case ROW_SPANS: return spans_check(c, r);
-    case ROW_SLOTS: return slots_check(c, r, s);
-    case ROW_INDEX: return index_check(c, r);
-    case ROW_POSITIONS: return positions_check(c, r, s);
+    case ROW_OFFSETS:
+        return offsets_check(c, r);
+    case ROW_SPANS:
+        return spans_check(c, r);
+    case ROW_SLOTS:
+        return slots_check(c, r, s);
+    case ROW_INDEX:
+        return index_check(c, r);
+    case ROW_POSITIONS:
+        return positions_check(c, r, s);
     case ROW_LONGEST:
-    case ROW_LONGEST_IF: return longest_check(c, r, s);
-    case ROW_RANGE_IF: return range_check(c, r, s);
-    default: return OK;
+    case ROW_LONGEST_IF:
+        return longest_check(c, r, s);
+    case ROW_RANGE_IF:
+        return range_check(c, r, s);
+    default:
+        return OK;
     }
 }
 
 Status values_check(Check *c)
 {
     /* What cuts sequences comes first: the others lean on it. */
-    static const RowKind ORDER[] = {ROW_OFFSETS, ROW_SPANS, ROW_LONGEST, ROW_LONGEST_IF, ROW_SLOTS, ROW_INDEX,
-                                    ROW_POSITIONS, ROW_RANGE_IF};
+    static const RowKind ORDER[] = {ROW_OFFSETS, ROW_SPANS, ROW_LONGEST,   ROW_LONGEST_IF,
+                                    ROW_SLOTS,   ROW_INDEX, ROW_POSITIONS, ROW_RANGE_IF};
     if (!on_host(c))
         return OK;
     Sequences s = sequences(c);

@@ -117,7 +117,8 @@ static int distance(const char *a, const char *b)
         int corner = row[0];
         row[0] = i + 1;
         for (int j = 0; j < n; j++) {
-            int swap = corner + (a[i] != b[j]), low = row[j] < row[j + 1] ? row[j] + 1 : row[j + 1] + 1;
+            int swap = corner + (a[i] != b[j]),
+                low = row[j] < row[j + 1] ? row[j] + 1 : row[j + 1] + 1;
             corner = row[j + 1];
             row[j + 1] = swap < low ? swap : low;
         }
@@ -139,7 +140,8 @@ static Status unknown_fail(Frame *f, PyObject *name)
             best = known;
         }
     }
-    return fail(&f->err, BAD_TYPE, "%s: unknown argument %.100s; did you mean %s?", f->op->spec.name, came, best);
+    return fail(&f->err, BAD_TYPE, "%s: unknown argument %.100s; did you mean %s?",
+                f->op->spec.name, came, best);
 }
 
 /* The parameter of that name, -1 when there is none. Names of a call's keywords are interned, and usually come in
@@ -158,11 +160,13 @@ static int param_find(const Op *op, PyObject *name, int from)
 }
 
 /* Arguments into their places; a place left NULL was left out. */
-static Status params_place(Frame *f, PyObject *const *args, Py_ssize_t nargs, PyObject *names, PyObject **place)
+static Status params_place(Frame *f, PyObject *const *args, Py_ssize_t nargs, PyObject *names,
+                           PyObject **place)
 {
     const Op *op = f->op;
     if (nargs > op->params)
-        return fail(&f->err, BAD_TYPE, "%s: %zd arguments came; expected at most %d", op->spec.name, nargs, op->params);
+        return fail(&f->err, BAD_TYPE, "%s: %zd arguments came; expected at most %d", op->spec.name,
+                    nargs, op->params);
     memcpy(place, args, (size_t)nargs * sizeof *place);
     memset(place + nargs, 0, (size_t)(op->params - nargs) * sizeof *place);
     Py_ssize_t count = names ? PyTuple_GET_SIZE(names) : 0;
@@ -173,7 +177,8 @@ static Status params_place(Frame *f, PyObject *const *args, Py_ssize_t nargs, Py
         if (at < 0)
             return unknown_fail(f, name);
         if (place[at])
-            return fail(&f->err, BAD_TYPE, "%s: %s is given twice", op->spec.name, PyUnicode_AsUTF8(op->name[at]));
+            return fail(&f->err, BAD_TYPE, "%s: %s is given twice", op->spec.name,
+                        PyUnicode_AsUTF8(op->name[at]));
         place[at] = args[nargs + i];
         next = at + 1 < op->params ? at + 1 : 0;
     }
@@ -194,15 +199,18 @@ static int is_numpy(PyObject *object, const char *type)
 
 static Status num_from(Frame *f, int param, PyObject *object, double *out)
 {
-    if (PyBool_Check(object) ||
-        !(PyFloat_Check(object) || PyLong_Check(object) || is_numpy(object, "numpy.float") || is_numpy(object, "numpy.int")))
+    if (PyBool_Check(object) || !(PyFloat_Check(object) || PyLong_Check(object) ||
+                                  is_numpy(object, "numpy.float") || is_numpy(object, "numpy.int")))
         return scalar_fail(f, param, object, "a float");
     *out = PyFloat_AsDouble(object);
     if (*out == -1.0 && PyErr_Occurred())
         return BAD_TYPE;
     if (!isfinite(*out))
         return fail(&f->err, BAD_VALUE, "%s: %s is %s; expected a finite number", f->op->spec.name,
-                    PyUnicode_AsUTF8(f->op->name[param]), isnan(*out) ? "nan" : *out > 0 ? "inf" : "-inf");
+                    PyUnicode_AsUTF8(f->op->name[param]),
+                    isnan(*out) ? "nan"
+                    : *out > 0  ? "inf"
+                                : "-inf");
     return OK;
 }
 
@@ -220,8 +228,8 @@ static Status int_from(Frame *f, int param, PyObject *object, int64_t *out)
     *out = PyLong_AsLongLongAndOverflow(number, &overflow);
     Py_DECREF(number);
     if (overflow)
-        return fail(&f->err, BAD_VALUE, "%s: %s does not fit 64 bits; expected a smaller number", f->op->spec.name,
-                    PyUnicode_AsUTF8(f->op->name[param]));
+        return fail(&f->err, BAD_VALUE, "%s: %s does not fit 64 bits; expected a smaller number",
+                    f->op->spec.name, PyUnicode_AsUTF8(f->op->name[param]));
     return OK;
 }
 
@@ -248,15 +256,16 @@ static Status choice_from(Frame *f, int param, PyObject *object, int *out)
             *out = i;
             return OK;
         }
-        snprintf(expected + strlen(expected), sizeof expected - strlen(expected), "%s\"%s\"", i ? " or " : "",
-                 s->value[i]);
+        snprintf(expected + strlen(expected), sizeof expected - strlen(expected), "%s\"%s\"",
+                 i ? " or " : "", s->value[i]);
     }
     if (!PyUnicode_Check(object))
         return scalar_fail(f, param, object, expected);
     const char *came = PyUnicode_AsUTF8(object);
     if (!came)
         return BAD_VALUE;
-    return fail(&f->err, BAD_VALUE, "%s: %s is \"%.100s\"; expected %s", f->op->spec.name, s->row->name, came, expected);
+    return fail(&f->err, BAD_VALUE, "%s: %s is \"%.100s\"; expected %s", f->op->spec.name,
+                s->row->name, came, expected);
 }
 
 static Status scalar_from(Frame *f, int param, PyObject *object)
@@ -264,10 +273,14 @@ static Status scalar_from(Frame *f, int param, PyObject *object)
     const Scalar *s = &f->op->spec.scalar[param - f->op->spec.args];
     void *at = (char *)&f->args + s->at;
     switch (s->row->kind) {
-    case ROW_NUM: return num_from(f, param, object, at);
-    case ROW_INT: return int_from(f, param, object, at);
-    case ROW_FLAG: return flag_from(f, param, object, at);
-    default: return choice_from(f, param, object, at);
+    case ROW_NUM:
+        return num_from(f, param, object, at);
+    case ROW_INT:
+        return int_from(f, param, object, at);
+    case ROW_FLAG:
+        return flag_from(f, param, object, at);
+    default:
+        return choice_from(f, param, object, at);
     }
 }
 
@@ -290,7 +303,8 @@ static Status extras_from(Frame *f, PyObject *const *place)
         if (status != OK)
             return status;
         if (n < 1 || n > 4096)
-            return fail(&f->err, BAD_VALUE, "%s: num_threads is %lld; expected 1 .. 4096", op->spec.name, (long long)n);
+            return fail(&f->err, BAD_VALUE, "%s: num_threads is %lld; expected 1 .. 4096",
+                        op->spec.name, (long long)n);
     }
     f->args.call = (Call){.num_threads = n ? (int)n : threads_get(), .interrupted = interrupted};
     if (!variant || variant == Py_None)
@@ -312,7 +326,8 @@ static Status args_fill(Frame *f, PyObject *const *args, Py_ssize_t nargs, PyObj
         Tensor *t = arg_tensor(spec, &f->args, i);
         t->given = 0;
         if (!place[i] && spec->arg[i].role != OPT && spec->arg[i].role != OUT_OPT)
-            return fail(&f->err, BAD_TYPE, "%s: missing argument %s", spec->name, spec->arg[i].row->name);
+            return fail(&f->err, BAD_TYPE, "%s: missing argument %s", spec->name,
+                        spec->arg[i].row->name);
         if (!place[i] || place[i] == Py_None)
             continue;
         Lease *lease = &f->lease[f->leases++];
@@ -381,5 +396,6 @@ PyObject *call_path(OpId op, PyObject *const *args, Py_ssize_t nargs, PyObject *
     if (status == OK)
         status = kernel_find(op, frame_device(&f), f.variant, &f.args, &kernel, &f.err);
     frame_close(&f, status);
-    return status == OK ? PyUnicode_FromFormat("%s/%s", cpu_backend()->name, kernel->variant) : NULL;
+    return status == OK ? PyUnicode_FromFormat("%s/%s", cpu_backend()->name, kernel->variant)
+                        : NULL;
 }

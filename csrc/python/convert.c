@@ -22,7 +22,8 @@ static int names_make(void)
     name_is_neg = PyUnicode_InternFromString("is_neg");
     max_version = Py_BuildValue("(ii)", 1, 1);
     only_max_version = name_max_version ? PyTuple_Pack(1, name_max_version) : NULL;
-    return name_exchange && name_dlpack && name_requires_grad && name_is_neg && max_version && only_max_version;
+    return name_exchange && name_dlpack && name_requires_grad && name_is_neg && max_version &&
+           only_max_version;
 }
 
 int convert_init(void)
@@ -46,16 +47,24 @@ int convert_init(void)
 static int numpy_dtype(PyArray_Descr *descr)
 {
     switch (descr->type_num) {
-    case NPY_FLOAT: return F32;
-    case NPY_HALF: return F16;
-    case NPY_DOUBLE: return F64;
-    case NPY_BOOL: return BOOL;
-    case NPY_UBYTE: return U8;
-    case NPY_BYTE: return I8;
+    case NPY_FLOAT:
+        return F32;
+    case NPY_HALF:
+        return F16;
+    case NPY_DOUBLE:
+        return F64;
+    case NPY_BOOL:
+        return BOOL;
+    case NPY_UBYTE:
+        return U8;
+    case NPY_BYTE:
+        return I8;
     case NPY_INT:
     case NPY_LONG:
-    case NPY_LONGLONG: return PyDataType_ELSIZE(descr) == 4 ? I32 : I64;
-    default: break;
+    case NPY_LONGLONG:
+        return PyDataType_ELSIZE(descr) == 4 ? I32 : I64;
+    default:
+        break;
     }
     for (int i = 0; i < 3; i++)
         if ((PyObject *)descr->typeobj == extra_type[i])
@@ -67,8 +76,8 @@ static Status dtype_fail(const Spec *spec, int arg, const char *came, Error *err
 {
     char expected[256] = "";
     dtypes_text(spec, arg, -1, expected, sizeof expected);
-    return fail(err, BAD_DTYPE, "%s: %s has dtype %.100s; expected %s", spec->name, spec->arg[arg].row->name, came,
-                expected);
+    return fail(err, BAD_DTYPE, "%s: %s has dtype %.100s; expected %s", spec->name,
+                spec->arg[arg].row->name, came, expected);
 }
 
 static Status numpy_dtype_fail(PyArray_Descr *descr, const Spec *spec, int arg, Error *err)
@@ -82,8 +91,8 @@ static Status numpy_dtype_fail(PyArray_Descr *descr, const Spec *spec, int arg, 
 
 static Status rank_fail(const Spec *spec, int arg, int ndim, Error *err)
 {
-    return fail(err, BAD_SHAPE, "%s: %s has %d axes; expected (%s)", spec->name, spec->arg[arg].row->name, ndim,
-                spec->arg[arg].shape.text);
+    return fail(err, BAD_SHAPE, "%s: %s has %d axes; expected (%s)", spec->name,
+                spec->arg[arg].row->name, ndim, spec->arg[arg].shape.text);
 }
 
 static Status from_numpy(PyArrayObject *array, const Spec *spec, int arg, Tensor *t, Error *err)
@@ -103,10 +112,15 @@ static Status from_numpy(PyArrayObject *array, const Spec *spec, int arg, Tensor
     for (int i = 0; i < t->ndim; i++) {
         npy_intp stride = PyArray_STRIDE(array, i), size = DTYPE_SIZE[dtype];
         t->shape[i] = PyArray_DIM(array, i);
-        t->stride[i] = size == 1 ? stride : size == 2 ? stride >> 1 : size == 4 ? stride >> 2 : stride >> 3;
+        t->stride[i] = size == 1   ? stride
+                       : size == 2 ? stride >> 1
+                       : size == 4 ? stride >> 2
+                                   : stride >> 3;
         if ((stride & (size - 1)) && t->shape[i] > 1)
-            return fail(err, BAD_LAYOUT, "%s: %s has a stride of %lld bytes; expected a multiple of its element size %d",
-                        spec->name, spec->arg[arg].row->name, (long long)stride, (int)size);
+            return fail(
+                err, BAD_LAYOUT,
+                "%s: %s has a stride of %lld bytes; expected a multiple of its element size %d",
+                spec->name, spec->arg[arg].row->name, (long long)stride, (int)size);
     }
     return OK;
 }
@@ -115,23 +129,27 @@ static int dlpack_dtype(DLType type)
 {
     if (type.lanes != 1)
         return -1;
-#define DTYPE(id, name, c, b) if (type.code == c && type.bits == b) return id;
+#define DTYPE(id, name, c, b)             \
+    if (type.code == c && type.bits == b) \
+        return id;
 #include "dtypes.def"
 #undef DTYPE
     return -1;
 }
 
-static Status from_dlpack(const DLTensor *d, int readonly, const Spec *spec, int arg, Tensor *t, Error *err)
+static Status from_dlpack(const DLTensor *d, int readonly, const Spec *spec, int arg, Tensor *t,
+                          Error *err)
 {
     int dtype = dlpack_dtype(d->dtype);
     if (dtype < 0) {
-        static const char *const CODE[] = {"int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
+        static const char *const CODE[] = {"int",    "uint",    "float", "opaque",
+                                           "bfloat", "complex", "bool"};
         char came[64];
         if (d->dtype.code < sizeof CODE / sizeof *CODE && d->dtype.lanes == 1)
             snprintf(came, sizeof came, "%s%d", CODE[d->dtype.code], d->dtype.bits);
         else
-            snprintf(came, sizeof came, "DLPack code %d, %d bits, %d lanes", d->dtype.code, d->dtype.bits,
-                     d->dtype.lanes);
+            snprintf(came, sizeof came, "DLPack code %d, %d bits, %d lanes", d->dtype.code,
+                     d->dtype.bits, d->dtype.lanes);
         return dtype_fail(spec, arg, came, err);
     }
     if (d->ndim < 0 || d->ndim > MAX_NDIM)
@@ -165,8 +183,10 @@ static Status grad_check(PyObject *object, const Spec *spec, int arg, Error *err
     if (!wanted)
         return OK;
     const char *name = spec->arg[arg].row->name;
-    return fail(err, BAD_VALUE, "%s: %s requires grad; expected a tensor that autograd does not follow: pass %s.detach()",
-                spec->name, name, name);
+    return fail(
+        err, BAD_VALUE,
+        "%s: %s requires grad; expected a tensor that autograd does not follow: pass %s.detach()",
+        spec->name, name, name);
 }
 
 /* The table also drops a lazy minus sign. Only the imaginary part of a conjugate has one, so every stride is even;
@@ -184,8 +204,10 @@ static Status sign_check(PyObject *object, const Tensor *t, const Spec *spec, in
     if (!wanted)
         return OK;
     const char *name = spec->arg[arg].row->name;
-    return fail(err, BAD_VALUE, "%s: %s has its negative bit set; expected the values in memory: pass %s.resolve_neg()",
-                spec->name, name, name);
+    return fail(
+        err, BAD_VALUE,
+        "%s: %s has its negative bit set; expected the values in memory: pass %s.resolve_neg()",
+        spec->name, name, name);
 }
 
 /* "op: x cannot be read through DLPack: why", with the producer's exception as the cause. Of a long reason, which may
@@ -206,8 +228,8 @@ static Status producer_fail(const Spec *spec, int arg, PyObject *object)
     char line[200] = "";
     if (why)
         snprintf(line, sizeof line, "%.*s", (int)strcspn(why, "\n"), why);
-    PyErr_Format(PyExc_TypeError, "%s: %s is a %s that cannot be read through DLPack: %s", spec->name,
-                 spec->arg[arg].row->name, Py_TYPE(object)->tp_name, line);
+    PyErr_Format(PyExc_TypeError, "%s: %s is a %s that cannot be read through DLPack: %s",
+                 spec->name, spec->arg[arg].row->name, Py_TYPE(object)->tp_name, line);
     PyErr_Fetch(&new_type, &new_value, &new_trace);
     PyErr_NormalizeException(&new_type, &new_value, &new_trace);
     if (new_value)
@@ -238,8 +260,8 @@ static const DLExchange *exchange_find(PyObject *object)
 }
 
 /* Inputs are borrowed; outputs go through the managed form, since it alone carries the read-only flag. */
-static Status from_exchange(const DLExchange *table, PyObject *object, const Spec *spec, int arg, Tensor *t,
-                            Lease *lease, Error *err)
+static Status from_exchange(const DLExchange *table, PyObject *object, const Spec *spec, int arg,
+                            Tensor *t, Lease *lease, Error *err)
 {
     Status status = grad_check(object, spec, arg, err);
     if (status != OK)
@@ -252,7 +274,8 @@ static Status from_exchange(const DLExchange *table, PyObject *object, const Spe
     } else {
         if (table->managed_from_object(object, &lease->versioned) != 0)
             return producer_fail(spec, arg, object);
-        status = from_dlpack(&lease->versioned->tensor, lease->versioned->flags & DL_READ_ONLY, spec, arg, t, err);
+        status = from_dlpack(&lease->versioned->tensor, lease->versioned->flags & DL_READ_ONLY,
+                             spec, arg, t, err);
     }
     return status == OK ? sign_check(object, t, spec, arg, err) : status;
 }
@@ -268,7 +291,8 @@ static PyObject *capsule_ask(PyObject *object)
     return PyObject_CallMethodNoArgs(object, name_dlpack);
 }
 
-static Status from_capsule(PyObject *object, const Spec *spec, int arg, Tensor *t, Lease *lease, Error *err)
+static Status from_capsule(PyObject *object, const Spec *spec, int arg, Tensor *t, Lease *lease,
+                           Error *err)
 {
     PyObject *capsule = capsule_ask(object);
     Status status;
@@ -282,14 +306,17 @@ static Status from_capsule(PyObject *object, const Spec *spec, int arg, Tensor *
             status = fail(err, BAD_TYPE, "%s: %s has DLPack version %u; expected 1", spec->name,
                           spec->arg[arg].row->name, managed->version.major);
         else
-            status = from_dlpack(&managed->tensor, managed->flags & DL_READ_ONLY, spec, arg, t, err);
+            status =
+                from_dlpack(&managed->tensor, managed->flags & DL_READ_ONLY, spec, arg, t, err);
     } else if (PyCapsule_IsValid(capsule, "dltensor")) {
         lease->plain = PyCapsule_GetPointer(capsule, "dltensor");
         PyCapsule_SetName(capsule, "used_dltensor");
         status = from_dlpack(&lease->plain->tensor, 0, spec, arg, t, err);
     } else {
-        status = fail(err, BAD_TYPE, "%s: %s has a __dlpack__ that returns a %.100s; expected a fresh DLPack capsule",
-                      spec->name, spec->arg[arg].row->name, Py_TYPE(capsule)->tp_name);
+        status =
+            fail(err, BAD_TYPE,
+                 "%s: %s has a __dlpack__ that returns a %.100s; expected a fresh DLPack capsule",
+                 spec->name, spec->arg[arg].row->name, Py_TYPE(capsule)->tp_name);
     }
     Py_DECREF(capsule);
     return status;
@@ -308,8 +335,10 @@ Status tensor_from(PyObject *object, const Spec *spec, int arg, Tensor *t, Lease
         return from_capsule(object, spec, arg, t, lease, err);
     }
     PyErr_Clear();
-    return fail(err, BAD_TYPE, "%s: %s is a %.100s; expected a tensor: a NumPy array, or an object with __dlpack__",
-                spec->name, spec->arg[arg].row->name, Py_TYPE(object)->tp_name);
+    return fail(
+        err, BAD_TYPE,
+        "%s: %s is a %.100s; expected a tensor: a NumPy array, or an object with __dlpack__",
+        spec->name, spec->arg[arg].row->name, Py_TYPE(object)->tp_name);
 }
 
 void lease_release(Lease *lease)

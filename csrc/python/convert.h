@@ -18,7 +18,8 @@ typedef struct {
 int convert_init(void);
 
 /* Fills t from the object given as argument `arg`. On failure err holds the text, or a Python exception is set. */
-Status tensor_from(PyObject *object, const Spec *spec, int arg, Tensor *t, Lease *lease, Error *err);
+Status tensor_from(PyObject *object, const Spec *spec, int arg, Tensor *t, Lease *lease,
+                   Error *err);
 
 void lease_release(Lease *lease);
 

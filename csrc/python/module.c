@@ -5,12 +5,15 @@
 #include "call.h"
 #include "registry.h"
 
+/* clang-format off */
 #define OP(op, doc) \
     static PyObject *call_##op(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names) \
     { (void)self; return call(OP_##op, args, nargs, names); }
+/* clang-format on */
 #include "formats.h"
 
-static PyObject *which_path(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+static PyObject *which_path(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
+                            PyObject *names)
 {
     (void)self;
     if (nargs < 1 || !PyUnicode_Check(args[0])) {
@@ -20,18 +23,22 @@ static PyObject *which_path(PyObject *self, PyObject *const *args, Py_ssize_t na
     for (int i = 0; i < OP_COUNT; i++)
         if (PyUnicode_CompareWithASCIIString(args[0], call_spec((OpId)i)->name) == 0)
             return call_path((OpId)i, args + 1, nargs - 1, names);
-    return PyErr_Format(PyExc_ValueError, "which_path: op is \"%U\"; expected the name of an op", args[0]);
+    return PyErr_Format(PyExc_ValueError, "which_path: op is \"%U\"; expected the name of an op",
+                        args[0]);
 }
 
 static PyObject *set_num_threads(PyObject *self, PyObject *number)
 {
     (void)self;
     if (!PyLong_Check(number) || PyBool_Check(number))
-        return PyErr_Format(PyExc_TypeError, "set_num_threads: n is a %s; expected an int", Py_TYPE(number)->tp_name);
+        return PyErr_Format(PyExc_TypeError, "set_num_threads: n is a %s; expected an int",
+                            Py_TYPE(number)->tp_name);
     int overflow;
     long n = PyLong_AsLongAndOverflow(number, &overflow);
     if (overflow || n < 0 || n > 4096)
-        return PyErr_Format(PyExc_ValueError, "set_num_threads: n is %S; expected 0 .. 4096 (0: the default)", number);
+        return PyErr_Format(PyExc_ValueError,
+                            "set_num_threads: n is %S; expected 0 .. 4096 (0: the default)",
+                            number);
     threads_set((int)n);
     Py_RETURN_NONE;
 }
@@ -43,8 +50,9 @@ static PyObject *get_num_threads(PyObject *self, PyObject *none)
 }
 
 static const char *const KIND[ROW_KINDS] = {
-    "DIM", "ARG", "ALT", "ABSENT", "HINT", "NUM", "INT", "FLAG", "CHOICE", "RULE", "RULE_IF", "GIVEN_IF", "NEEDS",
-    "EXCLUDES", "SPANS", "OFFSETS", "SLOTS", "INDEX", "POSITIONS", "LONGEST", "LONGEST_IF", "RANGE_IF", "SHARE",
+    "DIM",    "ARG",   "ALT",       "ABSENT",   "HINT",       "NUM",      "INT",   "FLAG",
+    "CHOICE", "RULE",  "RULE_IF",   "GIVEN_IF", "NEEDS",      "EXCLUDES", "SPANS", "OFFSETS",
+    "SLOTS",  "INDEX", "POSITIONS", "LONGEST",  "LONGEST_IF", "RANGE_IF", "SHARE",
 };
 static const char *const ROLE[] = {"IN", "OPT", "OUT", "OUT_OPT", "INOUT"};
 static const char *const LAYOUT[] = {"ROWS", "DENSE", "ANY"};
@@ -55,40 +63,58 @@ static PyObject *row_dict(const Row *r)
 {
     const char *kind = KIND[r->kind];
     switch (r->kind) {
-    case ROW_DIM: return Py_BuildValue("{ssssss}", "kind", kind, "name", r->name, "doc", r->doc);
+    case ROW_DIM:
+        return Py_BuildValue("{ssssss}", "kind", kind, "name", r->name, "doc", r->doc);
     case ROW_ARG:
-        return Py_BuildValue("{ssssssssssssss}", "kind", kind, "name", r->name, "role", ROLE[r->role], "shape", r->second,
-                             "dtypes", r->third, "layout", LAYOUT[r->layout], "doc", r->doc);
-    case ROW_ALT: return Py_BuildValue("{ssssssss}", "kind", kind, "arg", r->name, "when", r->second, "shape", r->third);
+        return Py_BuildValue("{ssssssssssssss}", "kind", kind, "name", r->name, "role",
+                             ROLE[r->role], "shape", r->second, "dtypes", r->third, "layout",
+                             LAYOUT[r->layout], "doc", r->doc);
+    case ROW_ALT:
+        return Py_BuildValue("{ssssssss}", "kind", kind, "arg", r->name, "when", r->second, "shape",
+                             r->third);
     case ROW_ABSENT:
-        return Py_BuildValue("{ssssssss}", "kind", kind, "arg", r->name, "dim", r->second, "extent", r->third);
-    case ROW_HINT: return Py_BuildValue("{ssssssss}", "kind", kind, "arg", r->name, "shape", r->second, "text", r->doc);
+        return Py_BuildValue("{ssssssss}", "kind", kind, "arg", r->name, "dim", r->second, "extent",
+                             r->third);
+    case ROW_HINT:
+        return Py_BuildValue("{ssssssss}", "kind", kind, "arg", r->name, "shape", r->second, "text",
+                             r->doc);
     case ROW_NUM:
     case ROW_INT:
     case ROW_FLAG:
-        return Py_BuildValue("{ssssssss}", "kind", kind, "name", r->name, "default", r->second, "doc", r->doc);
+        return Py_BuildValue("{ssssssss}", "kind", kind, "name", r->name, "default", r->second,
+                             "doc", r->doc);
     case ROW_CHOICE:
-        return Py_BuildValue("{ssssssss}", "kind", kind, "name", r->name, "values", r->second, "doc", r->doc);
-    case ROW_RULE: return Py_BuildValue("{ssss}", "kind", kind, "rule", r->second);
-    case ROW_RULE_IF: return Py_BuildValue("{ssssss}", "kind", kind, "arg", r->name, "rule", r->second);
-    case ROW_GIVEN_IF: return Py_BuildValue("{ssssss}", "kind", kind, "arg", r->name, "when", r->second);
+        return Py_BuildValue("{ssssssss}", "kind", kind, "name", r->name, "values", r->second,
+                             "doc", r->doc);
+    case ROW_RULE:
+        return Py_BuildValue("{ssss}", "kind", kind, "rule", r->second);
+    case ROW_RULE_IF:
+        return Py_BuildValue("{ssssss}", "kind", kind, "arg", r->name, "rule", r->second);
+    case ROW_GIVEN_IF:
+        return Py_BuildValue("{ssssss}", "kind", kind, "arg", r->name, "when", r->second);
     case ROW_NEEDS:
-    case ROW_EXCLUDES: return Py_BuildValue("{ssssss}", "kind", kind, "arg", r->name, "other", r->second);
-    case ROW_SHARE: return Py_BuildValue("{ssssss}", "kind", kind, "out", r->name, "arg", r->second);
+    case ROW_EXCLUDES:
+        return Py_BuildValue("{ssssss}", "kind", kind, "arg", r->name, "other", r->second);
+    case ROW_SHARE:
+        return Py_BuildValue("{ssssss}", "kind", kind, "out", r->name, "arg", r->second);
     case ROW_SPANS:
     case ROW_OFFSETS:
     case ROW_POSITIONS:
-    case ROW_LONGEST_IF: return Py_BuildValue("{ssssss}", "kind", kind, "arg", r->name, "dim", r->second);
-    case ROW_LONGEST: return Py_BuildValue("{ssss}", "kind", kind, "extent", r->second);
+    case ROW_LONGEST_IF:
+        return Py_BuildValue("{ssssss}", "kind", kind, "arg", r->name, "dim", r->second);
+    case ROW_LONGEST:
+        return Py_BuildValue("{ssss}", "kind", kind, "extent", r->second);
     case ROW_SLOTS:
-        return Py_BuildValue("{ssssssssss}", "kind", kind, "arg", r->name, "dim", r->second, "use", USE[r->use], "pad",
-                             r->third);
+        return Py_BuildValue("{ssssssssss}", "kind", kind, "arg", r->name, "dim", r->second, "use",
+                             USE[r->use], "pad", r->third);
     case ROW_INDEX:
-        return Py_BuildValue("{sssssdss}", "kind", kind, "arg", r->name, "low", r->low, "extent", r->second);
+        return Py_BuildValue("{sssssdss}", "kind", kind, "arg", r->name, "low", r->low, "extent",
+                             r->second);
     case ROW_RANGE_IF:
-        return Py_BuildValue("{sssssssdsdss}", "kind", kind, "arg", r->name, "when", r->second, "low", r->low, "high",
-                             r->high, "text", r->doc);
-    default: Py_RETURN_NONE;
+        return Py_BuildValue("{sssssssdsdss}", "kind", kind, "arg", r->name, "when", r->second,
+                             "low", r->low, "high", r->high, "text", r->doc);
+    default:
+        Py_RETURN_NONE;
     }
 }
 
@@ -124,7 +150,8 @@ static PyObject *kernels_list(const KernelTable *table, uint64_t features)
     PyObject *list = PyList_New(table->count);
     for (int i = 0; list && i < table->count; i++) {
         const Kernel *kernel = &table->rows[i];
-        PyObject *row = Py_BuildValue("(sO)", kernel->variant, kernel->needs & ~features ? Py_False : Py_True);
+        PyObject *row =
+            Py_BuildValue("(sO)", kernel->variant, kernel->needs & ~features ? Py_False : Py_True);
         if (row)
             PyList_SET_ITEM(list, i, row);
         else
@@ -154,11 +181,15 @@ static PyMethodDef methods[] = {
 #define OP(op, doc) {#op, FAST(call_##op), METH_FASTCALL | METH_KEYWORDS, doc},
 #include "formats.h"
     {"which_path", FAST(which_path), METH_FASTCALL | METH_KEYWORDS,
-     "which_path(op, ...): the backend and variant that op would run with these arguments, as \"cpu/avx2\""},
-    {"set_num_threads", set_num_threads, METH_O, "Threads that a call uses when it does not say; 0: the default"},
-    {"get_num_threads", get_num_threads, METH_NOARGS, "Threads that a call uses when it does not say"},
+     "which_path(op, ...): the backend and variant that op would run with these arguments, as "
+     "\"cpu/avx2\""},
+    {"set_num_threads", set_num_threads, METH_O,
+     "Threads that a call uses when it does not say; 0: the default"},
+    {"get_num_threads", get_num_threads, METH_NOARGS,
+     "Threads that a call uses when it does not say"},
     {"formats", formats, METH_NOARGS, "The rows of formats.h: {op: {doc, rows: [{kind, ...}]}}"},
-    {"kernels", kernels, METH_NOARGS, "The CPU's kernels, best first: {op: [(variant, runs on this machine)]}"},
+    {"kernels", kernels, METH_NOARGS,
+     "The CPU's kernels, best first: {op: [(variant, runs on this machine)]}"},
     {NULL, NULL, 0, NULL},
 };
 
@@ -192,10 +223,14 @@ static int module_exec(PyObject *module)
     raises[BAD_VALUE] = PyExc_ValueError;
     raises[NO_MEMORY] = PyExc_MemoryError;
     raises[INTERRUPTED] = PyExc_KeyboardInterrupt;
-    if (exception_add(module, BAD_SHAPE, "ShapeError", "A tensor's shape contradicts the format.") < 0 ||
-        exception_add(module, BAD_LAYOUT, "LayoutError", "A tensor's strides, memory or overlap are not accepted.") < 0 ||
-        exception_add(module, BAD_DTYPE, "DTypeError", "A tensor's element type is not accepted.") < 0 ||
-        exception_add(module, BAD_DEVICE, "DeviceError", "Tensors lie on different or unsupported devices.") < 0)
+    if (exception_add(module, BAD_SHAPE, "ShapeError", "A tensor's shape contradicts the format.") <
+            0 ||
+        exception_add(module, BAD_LAYOUT, "LayoutError",
+                      "A tensor's strides, memory or overlap are not accepted.") < 0 ||
+        exception_add(module, BAD_DTYPE, "DTypeError", "A tensor's element type is not accepted.") <
+            0 ||
+        exception_add(module, BAD_DEVICE, "DeviceError",
+                      "Tensors lie on different or unsupported devices.") < 0)
         return -1;
     return convert_init() < 0 ? -1 : call_init(raises);
 }
@@ -212,8 +247,11 @@ static PyModuleDef_Slot slots[] = {
 };
 
 static PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, .m_name = "fidelta._core", .m_doc = "The ops of fidelta. Shapes: docs/formats.md.",
-    .m_methods = methods, .m_slots = slots,
+    PyModuleDef_HEAD_INIT,
+    .m_name = "fidelta._core",
+    .m_doc = "The ops of fidelta. Shapes: docs/formats.md.",
+    .m_methods = methods,
+    .m_slots = slots,
 };
 
 PyMODINIT_FUNC PyInit__core(void)

@@ -31,7 +31,10 @@ static int64_t extent_guess(const Extent *e, const int64_t *dim)
     int64_t n = e->dim >= 0 ? dim[e->dim] : e->number;
     for (int i = 0; i < e->steps; i++) {
         int64_t m = e->step[i].dim >= 0 ? dim[e->step[i].dim] : e->step[i].number;
-        n = e->step[i].op == '+' ? n + m : e->step[i].op == '-' ? n - m : e->step[i].op == '*' ? n * m : n / (m ? m : 1);
+        n = e->step[i].op == '+'   ? n + m
+            : e->step[i].op == '-' ? n - m
+            : e->step[i].op == '*' ? n * m
+                                   : n / (m ? m : 1);
     }
     return n > 0 ? n : 0;
 }
@@ -77,8 +80,9 @@ static int64_t reach_of(const Tensor *t)
         if (t->shape[i] <= 0)
             return 0;
         int64_t stride = t->shape[i] == 1 ? 0 : t->stride[i], axis;
-        if (stride < 0 || t->shape[i] > 4096 || __builtin_mul_overflow(t->shape[i] - 1, stride, &axis) ||
-            axis > REACH || (reach += axis) > REACH)
+        if (stride < 0 || t->shape[i] > 4096 ||
+            __builtin_mul_overflow(t->shape[i] - 1, stride, &axis) || axis > REACH ||
+            (reach += axis) > REACH)
             return -1;
     }
     return reach * size;
@@ -99,13 +103,27 @@ static void values_make(Bytes *b, Tensor *t, int64_t reach, int64_t top)
     unsigned how = take(b, 8);
     for (int64_t i = 0; i < count; i++) {
         rising += take(b, 3);
-        int64_t value = how == 0 ? (int64_t)take(b, 16) - 2 : how == 1 ? i : how == 2 ? INT64_MIN + i
-                        : how == 3 ? count - i - 1 : i == count - 1 ? top : rising < top ? rising : top;
+        int64_t value = how == 0         ? (int64_t)take(b, 16) - 2
+                        : how == 1       ? i
+                        : how == 2       ? INT64_MIN + i
+                        : how == 3       ? count - i - 1
+                        : i == count - 1 ? top
+                        : rising < top   ? rising
+                                         : top;
         switch (t->dtype) {
-        case I32: ((int32_t *)t->data)[i] = (int32_t)value; break;
-        case I64: ((int64_t *)t->data)[i] = value; break;
-        case F32: ((float *)t->data)[i] = -(float)value; break;
-        default: memset((char *)t->data + i * DTYPE_SIZE[t->dtype], (int)value, (size_t)DTYPE_SIZE[t->dtype]); break;
+        case I32:
+            ((int32_t *)t->data)[i] = (int32_t)value;
+            break;
+        case I64:
+            ((int64_t *)t->data)[i] = value;
+            break;
+        case F32:
+            ((float *)t->data)[i] = -(float)value;
+            break;
+        default:
+            memset((char *)t->data + i * DTYPE_SIZE[t->dtype], (int)value,
+                   (size_t)DTYPE_SIZE[t->dtype]);
+            break;
         }
     }
 }
@@ -124,8 +142,8 @@ static DType dtype_make(Bytes *b, const Spec *spec, const Arg *arg, const void *
 }
 
 /* Calls visit with the address of every element. */
-static int elements_each(const Tensor *t, int (*visit)(uint8_t *map, int64_t at, int64_t size), uint8_t *map,
-                         const char *arena)
+static int elements_each(const Tensor *t, int (*visit)(uint8_t *map, int64_t at, int64_t size),
+                         uint8_t *map, const char *arena)
 {
     int64_t index[MAX_NDIM] = {0}, size = DTYPE_SIZE[t->dtype];
     for (int i = 0; i < t->ndim; i++)
@@ -181,7 +199,8 @@ static void accepted_verify(const Spec *spec, const AnyArgs *args, const char *a
             abort();
         for (int arg = 0; arg < spec->args; arg++) {
             const Tensor *t = arg_tensor(spec, args, arg);
-            if (arg != out && t->given && elements_each(t, meets, map, arena) && !shared(spec, out, arg) && !shared(spec, arg, out))
+            if (arg != out && t->given && elements_each(t, meets, map, arena) &&
+                !shared(spec, out, arg) && !shared(spec, arg, out))
                 abort();
         }
     }
@@ -228,7 +247,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         t->given = must ? take(&b, 200) != 199 : take(&b, 3) == 2;
         if (!t->given)
             continue;
-        int second = arg->alt_choice >= 0 && scalar_int(spec, &args, arg->alt_choice) == arg->alt_value;
+        int second =
+            arg->alt_choice >= 0 && scalar_int(spec, &args, arg->alt_choice) == arg->alt_value;
         t->dtype = dtype_make(&b, spec, arg, &args);
         t->readonly = take(&b, 60) == 7;
         t->device = (Device){take(&b, 80) == 3 ? 2 : 1, 0};
@@ -249,7 +269,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     if (given && spec->check_values >= 0)
         *(int *)((char *)&args + spec->scalar[spec->check_values].at) = 0;
     Status status = spec_check(spec, &args, &err);
-    if (status != OK && (!err.text[0] || strncmp(err.text, spec->name, strlen(spec->name)) || err.status != status))
+    if (status != OK &&
+        (!err.text[0] || strncmp(err.text, spec->name, strlen(spec->name)) || err.status != status))
         abort();
     if (status == OK && in_arena && !given)
         accepted_verify(spec, &args, arena);
