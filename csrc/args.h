@@ -14,6 +14,7 @@ typedef enum {
     OP_COUNT
 } OpId;
 
+/* clang-format off */
 #define OP(op, doc) typedef struct op##_args { Call call;
 #define DIM(name, doc) int64_t name;
 #define ARG(name, role, shape, dtypes, layout, doc) Tensor name;
@@ -22,6 +23,7 @@ typedef enum {
 #define FLAG(name, standard, doc) int name;
 #define CHOICE(name, values, doc) int name;
 #define END(op) } op##_args;
+/* clang-format on */
 #include "formats.h"
 
 /* The values of every CHOICE, in the order of its row. Checked against the rows at import (formats.c). */

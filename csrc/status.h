@@ -18,10 +18,12 @@ typedef struct {
 } Error;
 
 /* Writes the text (cut at the buffer's end), stores and returns the status, so `return fail(...)` is one line. */
+/* clang-format off */
 #if defined(__GNUC__)
 __attribute__((format(printf, 3, 4)))
 #endif
 Status fail(Error *err, Status status, const char *format, ...);
+/* clang-format on */
 
 #ifdef __cplusplus
 }

@@ -15,7 +15,13 @@ typedef enum {
 } DType;
 
 /* The numbers are DLPack's DLDeviceType. */
-typedef enum { DEVICE_CPU = 1, DEVICE_CUDA = 2, DEVICE_CUDA_HOST = 3, DEVICE_ROCM = 10, DEVICE_ROCM_HOST = 11 } DeviceType;
+typedef enum {
+    DEVICE_CPU = 1,
+    DEVICE_CUDA = 2,
+    DEVICE_CUDA_HOST = 3,
+    DEVICE_ROCM = 10,
+    DEVICE_ROCM_HOST = 11
+} DeviceType;
 
 typedef struct {
     int32_t type; /* DeviceType, or another of DLPack's that no backend here serves */
@@ -35,9 +41,9 @@ typedef struct {
 
 /* What every call carries beside its own arguments. */
 typedef struct {
-    int num_threads;           /* resolved, >= 1 */
-    int (*interrupted)(void);  /* may be NULL; the calling thread asks it now and then, nonzero means stop with INTERRUPTED */
-    void *stream;              /* GPU backends: the caller's current stream */
+    int num_threads;          /* resolved, >= 1 */
+    int (*interrupted)(void); /* may be NULL; asked now and then, nonzero: stop with INTERRUPTED */
+    void *stream;             /* GPU backends: the caller's current stream */
 } Call;
 
 #endif
