@@ -166,6 +166,10 @@ def gated_delta_rule(q, k, v, g, beta, *, gate="log", beta_kind="value", A_log=N
     return result if len(result) > 1 else o
 
 
+def _columns(slots):
+    return slots[:, None] if slots.ndim == 1 else slots
+
+
 def gated_delta_rule_step(q, k, v, g, beta, state, *, gate="log", beta_kind="value", A_log=None, dt_bias=None, scale=None,
                           qk_l2norm=False, head_map="grouped", state_layout="kv", cu_seqlens=None, token_range=None,
                           read_slots=None, accepted=None, has_initial_state=None, write_slots=None, token_states=None,
@@ -179,11 +183,11 @@ def gated_delta_rule_step(q, k, v, g, beta, state, *, gate="log", beta_kind="val
     (B, T, HV, V), K = v.shape, k.shape[3]
     spans = _spans(B, T, cu_seqlens, token_range)
     slots = np.arange(len(spans)) if read_slots is None else _ints(read_slots)
-    slots = slots.reshape(len(spans), -1)
+    slots = _columns(slots)
     chosen = slots[np.arange(len(spans)), 0 if accepted is None else _ints(accepted)]
     starts = _starts(_kv(_f64(state), state_layout), np.zeros((HV, K, V)), len(spans),
                      chosen if read_slots is not None else None, has_initial_state, pad_slot)
-    writes = slots[:, :1] if write_slots is None else _ints(write_slots).reshape(len(spans), -1)
+    writes = slots[:, :1] if write_slots is None else _columns(_ints(write_slots))
 
     def write(slot, S):
         if write_slots is None or slot != pad_slot:
