@@ -95,30 +95,30 @@ def test_forked_while_another_thread_computes(rng):
 
 
 SLOW = """
-import signal, sys, time, _thread, threading, os
+import os, signal, threading, time
 import numpy as np
 from fidelta import _core
-x, w = np.ones((4096, 2048), np.float32), np.ones((8192, 2048), np.float32)
-y = np.empty((4096, 8192), np.float32)
-threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+row = np.ones(8192, np.float32)
+x = w = np.broadcast_to(row, (8192, 8192))  # 1.1 TFLOP: many seconds
+y = np.empty((8192, 8192), np.float32)
 start = time.monotonic()
+threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
 try:
-    while True:
-        _core.linear(x, w, None, y, num_threads=THREADS)
+    _core.linear(x, w, None, y, num_threads=THREADS)
 except KeyboardInterrupt:
     print(time.monotonic() - start)
-y = np.empty((2, 3), np.float32)
-_core.linear(x[:2], w[:3], None, y, num_threads=THREADS)
-assert (y == 2048).all()
+_core.linear(x[:2], w[:3], None, y[:2, :3], num_threads=THREADS)
+assert (y[:2, :3] == 8192).all()
 """
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_interrupted(threads):
     """Ctrl-C stops a call long before it is done, and the next call works."""
-    done = subprocess.run([sys.executable, "-c", SLOW.replace("THREADS", str(threads))], capture_output=True, text=True, timeout=60)
+    code = SLOW.replace("THREADS", str(threads))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 0.3 + 0.4
+    assert float(done.stdout) < 2
 
 
 def in_child(code, cap):
