@@ -220,7 +220,6 @@ def test_repeated_and_strided_arguments(rng, variant):
     repeated = {name: np.broadcast_to(a[:1], a.shape) if isinstance(a, np.ndarray) else a for name, a in x.items()}
     repeated["g"] = np.broadcast_to(x["g"][:1, :1, :1], (2, 66, 2))
     first["g"] = repeated["g"].copy()
-    cu = np.zeros((2, 3), np.int64)
     same_bits(fidelta.gated_delta_rule(**repeated, variant=variant), fidelta.gated_delta_rule(**first, variant=variant))
     pool = states(rng, 4, 2, 16, 16)
     every_other = fidelta.gated_delta_rule(**x, initial_state=pool[::2], variant=variant)
@@ -238,7 +237,7 @@ def test_repeated_and_strided_arguments(rng, variant):
 def long_case(dtype, kind):
     """T = 4096, and the reference's answer."""
     rng = np.random.default_rng(7)
-    x = delta_inputs(rng, T=4096, H=1, HV=2, K=64, V=64, dtype=dtype)
+    x = delta_inputs(rng, T=4096, H=1, HV=2, K=128, V=128, dtype=dtype)
     x["qk_l2norm"] = True
     if kind == "no forgetting":
         x["g"][:] = 0
@@ -371,15 +370,110 @@ def test_an_unwanted_state_never_shows(rng, variant):
 
 
 @each_variant
-def test_nan_stays_with_its_head_and_sequence(rng, variant):
-    x = delta_inputs(rng, B=2, T=70, H=1, HV=2, K=16, V=16)
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
+def test_nan_stays_with_its_head_and_sequence(rng, variant, name):
+    x = delta_inputs(rng, B=2, T=70, H=2, HV=4, K=16, V=16)
     clean = fidelta.gated_delta_rule(**x, variant=variant)
-    x["v"][0, 40, 1, 3] = np.nan
+    x[name][(0, 40, 1, 3)[:x[name].ndim]] = np.nan
     o = fidelta.gated_delta_rule(**x, variant=variant)
+    hit = [2, 3] if name in "qk" else [1]            # the value heads of key head 1, or head 1
+    spared = [h for h in range(4) if h not in hit]
     same_bits(o[1], clean[1])
-    same_bits(o[0, :, 0], clean[0, :, 0])
-    same_bits(o[0, :40, 1], clean[0, :40, 1])
-    assert np.isnan(o[0, 40:, 1]).any(-1).all()
+    same_bits(o[0][:, spared], clean[0][:, spared])
+    same_bits(o[0, :40], clean[0, :40])
+    assert np.isnan(o[0, 40, hit]).any()
+    assert np.isnan(o[0, 41:, hit]).any() == (name != "q")
+
+
+@each_variant
+def test_many_short_sequences(rng, variant):
+    for N in (1023, 1024, 1025):
+        x = delta_inputs(rng, T=N + 3, H=1, HV=1, K=8, V=8)
+        check(x, variant, cu_seqlens=np.array([*range(N), N + 3]), initial_state=states(rng, N, 1, 8, 8))
+
+
+@each_variant
+def test_states_of_any_strides(rng, variant):
+    x = delta_inputs(rng, B=2, T=70, H=1, HV=2, K=16, V=20)
+    start = states(rng, 2, 2, 16, 20)
+    o, state = fidelta.gated_delta_rule(**x, initial_state=start, return_state=True, variant=variant)
+    turned = np.ascontiguousarray(start.swapaxes(2, 3)).swapaxes(2, 3)
+    memory = np.full((2, 20, 2, 33), np.nan, F32)
+    final = memory[..., :32:2].transpose(0, 2, 3, 1)
+    assert turned.strides[3] != 4 and final.shape == (2, 2, 16, 20)
+    strided, _ = fidelta.gated_delta_rule(**x, initial_state=turned, final_state=final, variant=variant)
+    same_bits(strided, o)
+    same_bits(final, state)
+    assert np.isnan(memory[..., 1::2]).all() and np.isnan(memory[..., 32]).all()
+
+
+@each_variant
+def test_head_first_memory(rng, variant):
+    """Tensors stored [B, H, T, ...] and passed with their axes swapped: nothing is copied, nothing changes."""
+    x = delta_inputs(rng, B=2, T=70, H=2, HV=4, K=16, V=20, dtype=BF16)
+    turned = {name: np.ascontiguousarray(a.swapaxes(1, 2)).swapaxes(1, 2) if isinstance(a, np.ndarray) else a
+              for name, a in x.items()}
+    same_bits(fidelta.gated_delta_rule(**turned, variant=variant), fidelta.gated_delta_rule(**x, variant=variant))
+
+
+@each_variant
+def test_torch_tensors(rng, variant):
+    torch = pytest.importorskip("torch", reason="torch tensors are passed here; install the test extra")
+    x = delta_inputs(rng, B=1, T=70, H=1, HV=2, K=16, V=20)
+    o, state, snapshots = fidelta.gated_delta_rule(**x, return_state=True, snapshot_every=1, variant=variant)
+    t = {name: torch.from_numpy(a) if isinstance(a, np.ndarray) else a for name, a in x.items()}
+    mine = fidelta.gated_delta_rule(**t, return_state=True, snapshot_every=1, variant=variant)
+    assert all(isinstance(tensor, torch.Tensor) for tensor in mine)
+    for tensor, array in zip(mine, (o, state, snapshots)):
+        same_bits(tensor.numpy(), array)
+    narrow = {name: a.bfloat16() if torch.is_tensor(a) and name != "g" else a for name, a in t.items()}
+    o, state = fidelta.gated_delta_rule(**narrow, return_state=True, state_dtype=torch.float16, variant=variant)
+    assert o.dtype == torch.bfloat16 and state.dtype == torch.float16
+    assert fidelta.gated_delta_rule(**narrow, out_dtype="float32", variant=variant).dtype == torch.float32
+
+
+def test_outputs_that_cannot_be_made(rng):
+    x = delta_inputs(rng, T=3)
+
+    class Foreign:
+        """A tensor of some library without a way to make another."""
+
+        def __init__(self, array):
+            self.array = array
+            self.shape, self.dtype = array.shape, array.dtype
+
+        def __dlpack__(self, **options):
+            return self.array.__dlpack__(**options)
+
+        def __dlpack_device__(self):
+            return self.array.__dlpack_device__()
+
+    foreign = {**x, "v": Foreign(x["v"])}
+    with pytest.raises(TypeError, match="gated_delta_rule: no writable tensor can be made in the library of v"):
+        fidelta.gated_delta_rule(**foreign)
+    out = np.empty_like(x["v"])
+    same_bits(fidelta.gated_delta_rule(**foreign, out=out), fidelta.gated_delta_rule(**x))
+    with pytest.raises(TypeError, match="v is list; expected"):
+        fidelta.gated_delta_rule(**{**x, "v": [1.0]})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'chunk'"):
+        fidelta.gated_delta_rule(**x, chunk=32)
+    with pytest.raises(ValueError, match="exclude each other"):
+        fidelta.gated_delta_rule(**x, snapshot_every=1, snapshot_positions=np.zeros((0, 2), int))
+    with pytest.raises(ValueError, match="snapshot_every is 0"):
+        fidelta.gated_delta_rule(**x, snapshot_every=0)
+    with pytest.raises(ValueError, match="write_slots"):
+        fidelta.gated_delta_rule(**x, write_slots=np.array([0]), return_state=True)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
+def test_wrong_shapes_are_named_not_tripped_over(rng, name):
+    """Whatever the shape is, the error is the contract's, also when outputs are to be made from it."""
+    x = delta_inputs(rng, T=3)
+    for bad in (np.zeros((), F32), np.zeros(3, F32), np.zeros((1, 3), F32), np.zeros((1, 3, 1, 16, 1), F32)):
+        with pytest.raises(fidelta.ShapeError, match="gated_delta_rule: "):
+            fidelta.gated_delta_rule(**{**x, name: bad}, return_state=True, snapshot_every=1)
+        with pytest.raises(fidelta.ShapeError, match="gated_delta_rule_step: "):
+            fidelta.gated_delta_rule_step(**{**x, name: bad}, state=np.zeros((1, 1, 16, 16), F32), return_token_states=True)
 
 
 def test_which_path_names_each_variant(rng):
