@@ -16,7 +16,7 @@ link = []
 if os.environ.get("FIDELTA_WERROR") == "1":
     flags += ["-Werror"]
 if os.environ.get("FIDELTA_SANITIZE") == "1":
-    flags += ["-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-O1", "-g"]
+    flags += ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-O1", "-g"]
     link += ["-fsanitize=address,undefined"]
 
 sources = [path for room in ("csrc", "csrc/python", "kernels/cpu") for path in sorted(glob(room + "/*.c"))]
