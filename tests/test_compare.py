@@ -150,6 +150,10 @@ def test_check_state_names_the_bad_slots(rng):
     assert fidelta.check_state(pool)[4] == {"nan": 0, "inf": 16, "absmax": pytest.approx(np.abs(pool[4, 0]).max())}
     assert fidelta.check_state(pool, limit=100).keys() == {1, 2, 4}
     assert fidelta.check_state(pool.astype(BF16), every=True).keys() == set(range(5))
+    assert fidelta.check_state(pool.astype(BF16)).keys() == {1, 4}
+    assert fidelta.check_state(np.zeros((2, 0, 4, 4), F32)) == {}
+    torch = pytest.importorskip("torch")
+    assert fidelta.check_state(torch.from_numpy(pool).bfloat16()).keys() == {1, 4}
 
 
 def test_detect_state_layout(rng):

@@ -1,5 +1,7 @@
 """Looking after states: health of a pool, its axis order, its share of a tensor-parallel rank, foreign L2 norms."""
 
+import math
+
 import numpy as np
 
 from .reference import _f64
@@ -14,9 +16,12 @@ def check_state(pool, *, limit=None, every=False):
     """
     found = {}
     for slot in range(len(pool)):
-        values = _f64(pool[slot])
-        nan, inf = int(np.isnan(values).sum()), int(np.isinf(values).sum())
-        absmax = float(np.abs(np.where(np.isfinite(values), values, 0)).max(initial=0))
+        values, nan, inf = pool[slot], 0, 0
+        absmax = max(float(values.max()), -float(values.min())) if 0 not in values.shape else 0.0
+        if not math.isfinite(absmax):  # NaN passes through max and min, so a healthy slot is read twice and never copied
+            values = _f64(values)
+            nan, inf = int(np.isnan(values).sum()), int(np.isinf(values).sum())
+            absmax = float(np.abs(values[np.isfinite(values)]).max(initial=0))
         if every or nan or inf or (limit is not None and absmax > limit):
             found[slot] = {"nan": nan, "inf": inf, "absmax": absmax}
     return found
