@@ -52,8 +52,9 @@ def picture(report):
         text = f"{name}: relative RMS {difference.rms:.1e}, first divergence: {where}"
         height = int(re.search(r"height='(\d+)'", drawing)[1])
         parts.append(f"<text x='0' y='{top + 16}' font-size='14'>{escape(text)}</text>")
-        parts.append(drawing.replace("<svg ", f"<svg y='{top + 18}' ", 1))
-        top += height + 34
+        inside = drawing[drawing.index(">") + 1 : drawing.rindex("</svg>")]
+        parts.append(f"<g transform='translate(0 {top + 22})'>{inside}</g>")
+        top += height + 40
     return (
         f"<svg xmlns='http://www.w3.org/2000/svg' width='720' height='{top}' viewBox='-5 0 720 {top}' "
         f"font-family='sans-serif' color='#222'><rect x='-5' width='720' height='{top}' fill='white'/>"
