@@ -173,15 +173,21 @@ static Status slots_check(Check *c, const Rule *r, const Sequences *s)
 /* Who reads and who writes which slot, with the defaults of what was left out put in. */
 typedef struct {
     const Tensor *read, *write, *accepted; /* NULL: sequence n has slot n, or column 0 */
-    int write_arg;
+    int arg;                               /* who is told: the slots written to, else those read */
     const Rule *write_rule;
     int64_t pad;
     int shared; /* both are of one pool */
+    int writes; /* there is a pool to write to, and slots that may meet */
 } Slots;
 
 static int64_t slot_read(const Slots *s, int64_t n)
 {
     return s->read ? whole(s->read, n, s->accepted ? whole(s->accepted, n, 0) : 0) : n;
+}
+
+static int64_t slot_written(const Slots *s, int64_t n, int64_t column)
+{
+    return s->write ? whole(s->write, n, column) : n;
 }
 
 /* slot -> the sequence that writes it, by open addressing. */
@@ -199,38 +205,52 @@ static int64_t *owner_of(const Owners *o, int64_t slot)
     return &o->owner[at];
 }
 
+/* Fills o. No slot may be written twice. */
 static Status writers_check(Check *c, const Slots *s, const Sequences *seq, const Owners *o)
 {
     for (int64_t n = 0; n < seq->count; n++) {
         if (slot_read(s, n) == s->pad)
             continue;
-        int64_t columns =
-            s->write_rule->row->use == WRITE ? columns_used(s->write_rule, s->write, seq, n) : 1;
+        int64_t columns = s->write && s->write_rule->row->use == WRITE
+                              ? columns_used(s->write_rule, s->write, seq, n)
+                              : 1;
         for (int64_t i = 0; i < columns; i++) {
-            int64_t slot = whole(s->write, n, i);
-            if (slot == s->pad)
+            int64_t slot = slot_written(s, n, i);
+            if (s->write && slot == s->pad)
                 continue;
             int64_t *owner = owner_of(o, slot);
             if (*owner >= 0) {
                 Text text = {0};
                 text_add(&text, "a slot written once, but sequence %lld writes it too",
                          (long long)*owner);
-                return slot_fail(c, s->write_arg, n, i, slot, text.text);
+                return slot_fail(c, s->arg, n, i, slot, text.text);
             }
             *owner = n;
         }
     }
-    for (int64_t n = 0; n < seq->count && s->shared; n++) {
+    return OK;
+}
+
+/* No slot may be written that another sequence reads. */
+static Status readers_check(Check *c, const Slots *s, const Sequences *seq, const Owners *o)
+{
+    for (int64_t n = 0; n < seq->count; n++) {
         int64_t slot = slot_read(s, n), owner = slot == s->pad ? -1 : *owner_of(o, slot);
+        Text text = {0};
         if (owner < 0 || owner == n)
             continue;
+        if (!s->write) {
+            text_add(&text, "a slot that no other sequence writes, but sequence %lld writes it",
+                     (long long)owner);
+            return slot_fail(c, s->arg, n, s->accepted ? whole(s->accepted, n, 0) : 0, slot,
+                             text.text);
+        }
         int64_t column = 0;
-        while (whole(s->write, owner, column) != slot)
+        while (slot_written(s, owner, column) != slot)
             column++;
-        Text text = {0};
         text_add(&text, "a slot that no other sequence reads, but sequence %lld reads it",
                  (long long)n);
-        return slot_fail(c, s->write_arg, owner, column, slot, text.text);
+        return slot_fail(c, s->arg, owner, column, slot, text.text);
     }
     return OK;
 }
@@ -250,26 +270,30 @@ static const Tensor *slots_pool(const Check *c, const Rule *r)
 static Slots slots_find(const Check *c)
 {
     const Spec *spec = c->spec;
-    Slots s = {.write_arg = -1};
+    Slots s = {.arg = -1};
     const Tensor *from = NULL, *to = NULL;
     for (int i = spec->first[ROW_SLOTS]; i < spec->first[ROW_SLOTS + 1]; i++) {
         const Rule *r = &spec->rule[i];
         const Tensor *t = check_tensor(c, r->arg);
+        int both = r->row->use == BOTH && t->given;
         s.pad = *(const int64_t *)((const char *)c->args + spec->scalar[r->scalar].at);
         if (r->row->use != WRITE) {
             from = slots_pool(c, r);
             s.read = t->given ? t : NULL;
-        }
-        if (t->given && (r->row->use == WRITE || r->row->use == BOTH)) {
+        } else {
             to = slots_pool(c, r);
+        }
+        if (t->given)
+            s.arg = r->arg;
+        if (both || (t->given && r->row->use == WRITE)) {
             s.write = t;
-            s.write_arg = r->arg;
             s.write_rule = r;
         }
     }
     const Rule *accepted = s.read && s.read->ndim > 1 ? rule_given(c, ROW_INDEX) : NULL;
     s.accepted = accepted ? check_tensor(c, accepted->arg) : NULL;
     s.shared = from && to && from->given && to->given && from->data == to->data;
+    s.writes = to && to->given && (s.write || (s.shared && s.read));
     return s;
 }
 
@@ -277,13 +301,14 @@ static Status conflicts_check(Check *c, const Sequences *seq)
 {
     enum { SMALL = 512 };
     Slots s = slots_find(c);
-    if (s.write_arg < 0 || seq->count == 0)
+    if (!s.writes || seq->count == 0)
         return OK;
-    int64_t slot[SMALL], owner[SMALL], columns = s.write->ndim > 1 ? s.write->shape[1] : 1;
+    int64_t slot[SMALL], owner[SMALL];
+    int64_t columns = s.write && s.write->ndim > 1 && s.write->shape[1] > 1 ? s.write->shape[1] : 1;
     uint64_t size = SMALL, entries;
     if (__builtin_mul_overflow((uint64_t)seq->count, (uint64_t)columns, &entries) || entries >> 48)
         return fail(c->err, NO_MEMORY, "%s: no memory to check %s", c->spec->name,
-                    arg_name(c, s.write_arg));
+                    arg_name(c, s.arg));
     /* Twice as many places as entries: one a written slot, one a slot that is only looked up. */
     while (size / 4 < entries)
         size *= 2;
@@ -292,11 +317,13 @@ static Status conflicts_check(Check *c, const Sequences *seq)
         o.slot = malloc(2 * size * sizeof *o.slot);
         if (!o.slot)
             return fail(c->err, NO_MEMORY, "%s: no memory to check %s", c->spec->name,
-                        arg_name(c, s.write_arg));
+                        arg_name(c, s.arg));
         o.owner = o.slot + size;
     }
     memset(o.owner, -1, size * sizeof *o.owner);
     Status status = writers_check(c, &s, seq, &o);
+    if (status == OK && s.shared)
+        status = readers_check(c, &s, seq, &o);
     if (o.slot != slot)
         free(o.slot);
     return status;

@@ -501,6 +501,19 @@ def test_slots_read_are_written(op, row):
             **{a: changed(e.args[a], index, 0)})
 
 
+@pytest.mark.parametrize("op", ["gated_delta_rule", "causal_conv1d"])
+def test_slots_of_one_pool_without_write_slots(op):
+    """Sequence n then ends in slot n, which in a shared pool no other may start from."""
+    e = Example(op, ["read_slots", "final_state"], sizes={"S": 2})
+    shared = {"final_state": e.args["initial_state"]}
+    e.run(**shared, read_slots=np.array([0, 1]))
+    e.run(read_slots=np.array([1, 0]))
+    e.refused(ValueError, "read_slots[0] is 1; expected a slot that no other sequence writes, but sequence 1 writes it",
+              **shared, read_slots=np.array([1, 0]))
+    e.run(**shared, read_slots=np.array([0, -1]))
+    e.run(**shared, read_slots=np.array([-1, 0]), pad_slot=-1)
+
+
 @pytest.mark.parametrize("count", [100, 1000, 5000])
 def test_slots_of_many_sequences(count):
     """A duplicate is found wherever it stands, and found in a time that grows with the number of slots only."""
