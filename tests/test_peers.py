@@ -55,6 +55,8 @@ def packed(cu, q, k, v, g, beta, scale=None, state=None, dtype=F32):
 def conv(x, weight, bias=None, silu=False, history=None):
     """Causal conv of x [B,D,T] in float32, by torch's conv1d; history [B,D,>=W-1] or None. Not rounded."""
     D, W = weight.shape
+    if x.shape[2] == 0:
+        return x.float()
     before = torch.zeros(x.shape[0], D, W - 1) if history is None else history[..., history.shape[2] - (W - 1) :].float()
     y = F.conv1d(torch.cat([before, x.float()], 2), weight.float()[:, None], None if bias is None else bias.float(), groups=D)
     return F.silu(y) if silu else y
