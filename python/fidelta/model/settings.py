@@ -1,0 +1,79 @@
+"""What of config.json steers the computation, and what cannot be computed here."""
+
+from typing import NamedTuple
+
+from ..checkpoint import CheckpointError, read_sizes
+
+
+class ModelError(ValueError):
+    """A checkpoint that cannot be run, or input that the model cannot take; one line."""
+
+
+class Settings(NamedTuple):
+    """Numbers beside the extents: `rotary` is how many dims of a head are rotated."""
+
+    eps: float
+    rope_theta: float
+    rotary: int
+
+
+def read_settings(checkpoint):
+    """(Sizes, Settings) of a Qwen3.5 text model; ModelError for any other model, naming what is not supported."""
+    config = checkpoint.text_config
+    for refuse in (_refuse_architecture, _refuse_quantised, _refuse_options):
+        reason = refuse(checkpoint, config)
+        if reason:
+            raise ModelError(f"{checkpoint.path}: {reason}")
+    try:
+        sizes = read_sizes(checkpoint)
+        rope = config.get("rope_parameters") or {}
+        theta = _number({**config, **rope}, "rope_theta", 1e7)
+        factor = _number({**config, **rope}, "partial_rotary_factor", 0.25)
+        settings = Settings(_number(config, "rms_norm_eps", 1e-6), theta, int(sizes.head_dim * factor))
+    except CheckpointError as error:
+        raise ModelError(f"{checkpoint.path}: {error}") from None
+    if settings.rotary % 2 or settings.rotary > sizes.head_dim:
+        raise ModelError(f"{checkpoint.path}: config.json: partial_rotary_factor {factor} of head_dim {sizes.head_dim} rotates "
+                         f"{settings.rotary} dims; expected an even number, at most head_dim")
+    return sizes, settings
+
+
+def _refuse_architecture(checkpoint, config):
+    kind = str(config.get("model_type"))
+    if "qwen3_next" in kind or any("in_proj_qkvz" in name for name in checkpoint.tensors):
+        return "Qwen3-Next (q, k, v and z interleaved in in_proj_qkvz) is not supported"
+    if "moe" in kind or config.get("num_experts"):
+        return f"mixture of experts (model_type {kind}) is not supported"
+    if kind not in ("qwen3_5_text", "qwen3_5"):
+        return f"model_type {kind} is not supported; expected qwen3_5_text"
+    return None
+
+
+def _refuse_quantised(checkpoint, config):
+    for field in ("quantization_config", "compression_config"):
+        quantised = checkpoint.config.get(field) or config.get(field)
+        if quantised:
+            method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+            return f"quantised weights ({field}, method {method}) are not supported"
+    return None
+
+
+def _refuse_options(checkpoint, config):
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        return "config.json: rope_parameters is no object"
+    given = {"rope_type": rope.get("rope_type", rope.get("type")), **config}
+    for field, accepted in (("rope_type", ("default", "mrope")), ("hidden_act", ("silu", "swish")),
+                            ("attention_bias", (False,)), ("attn_output_gate", (True,)),
+                            ("output_gate_type", ("silu", "swish"))):
+        value = given.get(field)
+        if value is not None and value not in accepted:
+            return f"config.json: {field} {value!r} is not supported; expected {accepted[0]!r}"
+    return None
+
+
+def _number(config, field, default):
+    value = config.get(field, default)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise CheckpointError(f"config.json: {field} is {value!r}; expected a number above 0")
+    return float(value)
