@@ -21,7 +21,7 @@
 #define ON_scalar(row) row
 
 #define KERNEL(op, variant, needs) \
-    ON_##variant(__attribute__((weak)) Status op##_##variant(const void *args, Error *err);)
+    ON_##variant(Status op##_##variant(const void *args, Error *err);)
 #include "kernels.def"
 #undef KERNEL
 
@@ -56,8 +56,6 @@ static void backend_make(void)
     for (int i = 0; i < ROWS; i++) {
         KernelTable *table = &backend.tables[rows[i].op];
         kernels[i] = rows[i].kernel;
-        if (!kernels[i].run)
-            continue;
         if (!table->rows)
             table->rows = &kernels[i];
         table->count++;
