@@ -118,6 +118,7 @@ def name_map(checkpoint):
             of[canonical] = name
         else:
             unexpected.append(name)
+    of = {canonical: of[canonical] for canonical in expected if canonical in of}
     present = [(name, stored[name], expected[canonical]) for canonical, name in of.items()]
     return NameMap(
         of=of, prefix=prefix, repeated_prefix=_repeats(prefix),

@@ -35,7 +35,7 @@ def _check_tensors(checkpoint, names):
     faults += [f"{name} has shape {list(got)}; expected {list(want)}" for name, got, want in names.wrong_shape]
     faults += [f"{name} has dtype {got}; expected {', '.join(want)}" for name, got, want in names.wrong_dtype]
     if faults:
-        more = f" (and {len(faults) - 1} more faults)" if len(faults) > 1 else ""
+        more = {1: "", 2: " (and 1 more fault)"}.get(len(faults), f" (and {len(faults) - 1} more faults)")
         raise ModelError(f"{checkpoint.path}: {faults[0]}{more}")
 
 
@@ -171,7 +171,7 @@ class Model:
 
     def _pack(self, sequences):
         """(token ids [T], first token of each sequence and the end [N+1]); ids are checked."""
-        rows = [np.asarray(sequence) for sequence in sequences]
+        rows = [np.asarray(sequence) if len(sequence) else np.empty(0, np.int64) for sequence in sequences]
         for row in rows:
             if row.ndim != 1 or (row.size and row.dtype.kind not in "iu"):
                 raise ModelError(f"token ids have shape {row.shape} and dtype {row.dtype}; expected a list of whole numbers")
