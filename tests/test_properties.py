@@ -192,7 +192,8 @@ def test_convolution_step_is_the_convolution(variant, seed, W, D, counts):
     T = sum(counts)
     x, weight = rng.standard_normal((2, T, D)).astype(F32), rng.standard_normal((D, W)).astype(F32)
     state = rng.standard_normal((2, D, W - 1)).astype(F32)
-    want, want_state = fidelta.causal_conv1d(x, weight, activation="silu", initial_state=state, return_state=True)
+    want, want_state = fidelta.causal_conv1d(x, weight, activation="silu", initial_state=state, return_state=True,
+                                             variant=variant)
     parts, first = [], 0
     for count in counts:
         parts.append(fidelta.causal_conv1d_step(x[:, first:first + count], weight, state, activation="silu", variant=variant))
