@@ -20,6 +20,7 @@ C_LIBS   := -lm -lpthread
 SANITIZE := -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
 
 .DEFAULT_GOAL := build
+.SECONDARY:
 .PHONY: demo test build test-c asan fuzz neon bench docs fmt check clean needs
 
 demo: build
@@ -47,13 +48,19 @@ $(VENV)/test-installed: $(VENV)/installed constraints.txt
 
 # The C core without Python, under the sanitizers where this compiler has them.
 test-c: $(C_TESTS:%=build/c/%)
-	@set -e; for t in $^; do echo $$t; $$t; done
+	@set -e; for t in $^; do $$t; done
 
-build/c/%: tests/c/%.c $(C_FILES)
+build/c/flags: Makefile
 	@mkdir -p build/c
 	@if echo 'int main(void) { return 0; }' | $(CC) $(SANITIZE) -x c - -o build/c/probe 2>/dev/null && build/c/probe; \
-	then extra="$(SANITIZE)"; else extra="-g -O1"; echo "$(CC) has no sanitizers; built without"; fi; \
-	set -x; $(CC) $(C_FLAGS) $$extra $< $(C_CORE) -o $@ $(C_LIBS)
+	then echo "$(SANITIZE)"; else echo "-g -O1"; echo "$(CC) has no sanitizers here; the C tests run without" >&2; fi > $@
+
+build/c/%.o: %.c build/c/flags $(C_FILES)
+	@mkdir -p $(@D)
+	$(CC) $(C_FLAGS) $$(cat build/c/flags) -c $< -o $@
+
+build/c/test_%: tests/c/test_%.c $(C_CORE:%.c=build/c/%.o)
+	$(CC) $(C_FLAGS) $$(cat build/c/flags) $^ -o $@ $(C_LIBS)
 
 asan: $(VENV)/test-installed test-c
 	FIDELTA_SANITIZE=1 $(PY) setup.py --quiet build --build-base build/asan --build-lib build/asan/lib
