@@ -388,6 +388,34 @@ def test_strided_inputs(variant, rng):
     same_bits(o, want)
 
 
+@pytest.mark.parametrize("dtype", (F32, BF16))
+@each_variant("gated_delta_rule")
+def test_strided_states(variant, dtype, rng):
+    """States that are views with no unit stride at all, padded slots, and a view of every second head."""
+    made = delta_inputs(rng, B=2, T=40, H=2, HV=2, K=20, V=36)
+    short = cut(made, 0, 2)
+    initial = states(rng, 2, 2, 20, 36, dtype)
+    want_o, want, _ = prefill(made, initial_state=initial, state_dtype=dtype, variant=variant)
+    want_step, want_pool, _ = step(short, initial, variant=variant)
+    for index in ((slice(0, 4, 2), slice(0, 4, 2), slice(1, 41, 2), slice(1, 73, 2)),
+                  (slice(1, 3), slice(1, 3), slice(0, 20), slice(2, 38))):
+        memory = np.full((5, 5, 42, 74), np.nan, dtype)
+        held, kept = memory.copy(), memory.copy()
+        held[index] = initial
+        o = np.full_like(want_o, np.nan)
+        _core.gated_delta_rule(**made, initial_state=held[index], final_state=kept[index], o=o, variant=variant)
+        same_bits(o, want_o)
+        same_bits(kept[index], want)
+        kept[index] = np.nan
+        assert np.isnan(f64(kept)).all()
+        o = np.full_like(want_step, np.nan)
+        _core.gated_delta_rule_step(**short, state=held[index], o=o, variant=variant)
+        same_bits(o, want_step)
+        same_bits(held[index], want_pool)
+        held[index] = np.nan
+        assert np.isnan(f64(held)).all()
+
+
 # Steps ---------------------------------------------------------------------------------------------------------------
 
 
