@@ -1,0 +1,172 @@
+"""One examination, from the files to the next token."""
+
+import math
+import resource
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from .. import ops
+from ..checkpoint import CheckpointError, name_map, open_checkpoint, read_sizes
+from ..model import ModelError, load
+from . import checks, forward
+from .findings import Finding
+from .statistics import measure
+
+
+class CannotRun(Exception):
+    """The examination could not take place; the text is one line."""
+
+
+@dataclass
+class Examination:
+    """Everything that one examination saw. as_dict() is the stable JSON form (docs/doctor.md)."""
+
+    path: str
+    model_type: str = ""
+    nbytes: int = 0
+    tensors: int = 0
+    findings: list = field(default_factory=list)
+    layers: list = field(default_factory=list)
+    predictions: list = field(default_factory=list)
+    loss: float | None = None
+    loss_of_a_guess: float | None = None
+    which_path: str = ""
+    seconds: float = 0.0
+    peak_bytes: int = 0
+
+    @property
+    def healthy(self):
+        return not any(f.severity in ("error", "warning") for f in self.findings)
+
+    @property
+    def exit_code(self):
+        return 0 if self.healthy else 1
+
+    @property
+    def verdict(self):
+        if self.healthy:
+            return "healthy"
+        faults = sum(f.severity == "error" for f in self.findings)
+        return f"{len(self.findings)} finding{'s' * (len(self.findings) != 1)}, {faults} of them errors"
+
+    def as_dict(self):
+        return {"format": 1, "path": self.path, "model_type": self.model_type, "bytes": self.nbytes, "tensors": self.tensors,
+                "verdict": "healthy" if self.healthy else "findings", "exit_code": self.exit_code,
+                "findings": [f.as_dict() for f in self.findings], "layers": self.layers, "predictions": self.predictions,
+                "loss": self.loss, "loss_of_a_guess": self.loss_of_a_guess, "which_path": self.which_path,
+                "seconds": self.seconds, "peak_bytes": self.peak_bytes}
+
+
+class NoProgress:
+    """Stands in for a progress bar: a stage has a name and a number of steps."""
+
+    def stage(self, name, total):
+        pass
+
+    def step(self, n=1):
+        pass
+
+
+def examine(path, *, prompts=None, max_new_tokens=32, max_memory=None, progress=None, thorough=False):
+    """Examines a checkpoint directory: files, names, values, orders of blocks, forward pass over the prompts.
+
+    prompts         texts; five built-in ones when None
+    max_new_tokens  length of the greedy continuation
+    max_memory      bytes; CannotRun when the largest step needs more
+    thorough        also try the rarer block orders when nothing looks wrong
+
+    Returns an Examination. CannotRun, one line, when there is nothing to examine: no such directory, an unreadable
+    config.json, an architecture that is not supported yet.
+    """
+    started = time.perf_counter()
+    progress = progress or NoProgress()
+    try:
+        checkpoint = open_checkpoint(path)
+        _supported(checkpoint)
+        sizes, names = read_sizes(checkpoint), name_map(checkpoint)
+    except (CheckpointError, ModelError) as error:
+        raise CannotRun(str(error)) from None
+    if max_memory is not None:
+        _fits(checkpoint, sizes, max_memory)
+    found = Examination(str(path), str(checkpoint.config.get("model_type", "")), checkpoint.nbytes, len(checkpoint.tensors))
+    found.findings += checks.files(checkpoint)
+    found.findings += checks.names(names)
+    statistics = _scan(checkpoint, progress)
+    for check in (checks.scales, checks.norms, checks.gates):
+        found.findings += check(names, statistics)
+    found.findings += checks.values(statistics)
+    found.findings += checks.emptiness(names, statistics, sizes)
+    _run(found, checkpoint, sizes, prompts, max_new_tokens, progress, thorough)
+    found.findings.sort(key=lambda f: {"error": 0, "warning": 1}.get(f.severity, 2))
+    found.seconds = time.perf_counter() - started
+    found.peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return found
+
+
+def _supported(checkpoint):
+    config, text = checkpoint.config, checkpoint.text_config
+    kind = str(text.get("model_type", config.get("model_type", "")))
+    if "quantization_config" in config or "quantization_config" in text or (Path(checkpoint.path) / "quantize_config.json").exists() \
+            or (Path(checkpoint.path) / "hf_quant_config.json").exists():
+        raise CannotRun(f"{checkpoint.path}: quantised checkpoints are not supported yet")
+    if kind not in ("qwen3_5_text", "qwen3_5"):
+        raise CannotRun(f"{checkpoint.path}: model_type {kind!r} is not supported yet; expected qwen3_5 (dense)")
+
+
+def _fits(checkpoint, sizes, limit):
+    """What is held at once: one tensor in float32 blocks, the layer that is read, activations of the prompts."""
+    layer, largest = {}, 0
+    for name, info in checkpoint.tensors.items():
+        size = info.end - info.begin
+        largest = max(largest, size)
+        parts = name.split(".layers.")
+        if len(parts) == 2:
+            index = parts[1].split(".")[0]
+            layer[index] = layer.get(index, 0) + size
+    tokens = 1024
+    needed = (256 << 20) + max([largest, *layer.values()]) + 4 * tokens * (sizes.vocab + 8 * sizes.intermediate)
+    if needed > limit:
+        raise CannotRun(f"{checkpoint.path}: needs about {needed / 2**20:.0f} MiB; --max-memory allows {limit / 2**20:.0f}")
+
+
+def _scan(checkpoint, progress):
+    statistics = {}
+    progress.stage("weights", sum(info.end - info.begin for info in checkpoint.tensors.values()))
+    for name, info in checkpoint.tensors.items():
+        statistics[name] = measure(name, checkpoint.read(name))
+        progress.step(info.end - info.begin)
+    return statistics
+
+
+def _run(found, checkpoint, sizes, prompts, max_new_tokens, progress, thorough):
+    try:
+        model = load(checkpoint)
+        texts = list(forward.PROMPTS if prompts is None else prompts)
+        if model.tokenizer is None:
+            raise ModelError(f"{checkpoint.path}: no tokenizer.json, so no text can be tried")
+        sequences = [model.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+        if any(not ids for ids in sequences):
+            raise CannotRun("a prompt is empty")
+    except (CheckpointError, ModelError) as error:
+        if not found.findings:
+            found.findings.append(Finding("forward-failed", str(checkpoint.path), str(error)))
+        return
+    progress.stage("forward", model.num_layers)
+    observer = forward.Observer(model.layer_types, progress.step)
+    with np.errstate(all="ignore"):
+        logits = model.forward(sequences, observe=observer)
+        found.layers = observer.layers
+        found.loss = forward.loss(logits, sequences)
+        found.loss_of_a_guess = math.log(sizes.vocab)
+        problems = list(forward.judge(observer, found.loss, sizes.vocab, logits))
+        found.findings += problems
+        found.predictions = forward.predictions(model, logits, sequences, texts, max_new_tokens)
+    width = np.zeros((1, 1), np.float32)
+    found.which_path = ops.which_path("linear", width, width)
+    if observer.first_bad is None and checkpoint.nbytes <= forward.PROBE_LIMIT:
+        progress.stage("block orders", 0)
+        found.findings += forward.probe_orders(model, sequences, found.loss, sizes, thorough or bool(problems), progress.step)

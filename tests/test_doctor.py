@@ -1,0 +1,308 @@
+"""fidelta doctor on the tiny checkpoint and on broken copies of it."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from fidelta.cli import main
+from fidelta.doctor import CannotRun, examine
+
+TINY = Path(__file__).parent.parent / "examples" / "tiny-qwen3_5"
+PREFIX = "model.language_model."
+QKV = PREFIX + "layers.{}.linear_attn.in_proj_qkv.weight"
+
+
+@pytest.fixture
+def broken(tmp_path):
+    """Makes a copy of the tiny checkpoint whose tensors went through `change(tensors)`."""
+
+    def make(change=None, config=None):
+        shutil.copytree(TINY, tmp_path / "copy", ignore=shutil.ignore_patterns("reference.npz"))
+        path = tmp_path / "copy" / "model.safetensors"
+        if change:
+            tensors = load_file(path)
+            tensors = change(tensors) or tensors
+            save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, path, metadata={"format": "pt"})
+        if config:
+            file = tmp_path / "copy" / "config.json"
+            told = json.loads(file.read_text())
+            config(told)
+            file.write_text(json.dumps(told))
+        return tmp_path / "copy"
+
+    return make
+
+
+def found(path, **options):
+    examination = examine(path, max_new_tokens=2, **options)
+    return examination, {(f.code, f.where) for f in examination.findings}
+
+
+def set_to(name, value):
+    def change(tensors):
+        tensors[name] = np.full_like(tensors[name], value)
+
+    return change
+
+
+def test_the_healthy_checkpoint_has_no_findings():
+    examination, findings = found(TINY, thorough=True)
+    assert not findings and examination.exit_code == 0 and examination.verdict == "healthy"
+    assert examination.loss < 1.0
+    assert [row["kind"] for row in examination.layers] == ["linear_attention"] * 3 + ["full_attention"]
+    assert len(examination.predictions) == 5 and all(0 < row["entropy_ratio"] < 0.3 for row in examination.predictions)
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_zeroed_out_proj(layer, broken):
+    name = f"{PREFIX}layers.{layer}.linear_attn.out_proj.weight"
+    examination, findings = found(broken(set_to(name, 0)))
+    assert ("value-zero", name) in findings and examination.exit_code == 1
+    assert any(code == "forward-silent" and f"layer {layer} " in where for code, where in findings)
+
+
+@pytest.mark.parametrize("name", ["layers.1.linear_attn.in_proj_z.weight", "layers.3.self_attn.o_proj.weight",
+                                  "layers.2.mlp.up_proj.weight", "embed_tokens.weight", "layers.0.linear_attn.A_log"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_one_bad_value(name, value, broken):
+    def change(tensors):
+        tensors[PREFIX + name].reshape(-1)[-1] = value
+
+    examination, findings = found(broken(change))
+    assert ("value-nan" if np.isnan(value) else "value-inf", PREFIX + name) in findings and examination.exit_code == 1
+
+
+def test_nan_in_the_vision_tower_is_seen(broken):
+    names = []
+
+    def change(tensors):
+        names.append(next(name for name in tensors if "visual" in name))
+        tensors[names[0]].reshape(-1)[0] = np.nan
+
+    _, findings = found(broken(change))
+    assert findings == {("value-nan", names[0])}
+
+
+@pytest.mark.parametrize("name", ["layers.0.linear_attn.conv1d.weight", "layers.3.self_attn.q_norm.weight", "norm.weight"])
+def test_missing_tensor(name, broken):
+    examination, findings = found(broken(lambda tensors: tensors.pop(PREFIX + name) is None))
+    assert ("name-missing", PREFIX + name) in findings and examination.exit_code == 1
+
+
+def test_truncated_file(broken, capsys):
+    path = broken()
+    file = path / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 100_000)
+    examination, findings = found(path)
+    assert examination.exit_code == 1
+    assert any(code == "file-truncated" for code, _ in findings)
+    assert main(["doctor", str(path)]) == 1
+    assert "model.safetensors" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("layers", [(0,), (1,), (2,), (0, 1, 2), (0, 2)])
+@pytest.mark.parametrize("with_conv", [False, True])
+def test_swapped_q_and_k(layers, with_conv, broken):
+    def change(tensors):
+        for layer in layers:
+            for name in [QKV.format(layer)] + [PREFIX + f"layers.{layer}.linear_attn.conv1d.weight"] * with_conv:
+                w = tensors[name]
+                tensors[name] = np.concatenate([w[256:512], w[:256], w[512:]])
+
+    examination, findings = found(broken(change))
+    assert examination.exit_code == 1
+    named = {where for code, where in findings if code == "layout-order"}
+    assert {QKV.format(layer) for layer in layers} <= named
+    assert not named & {QKV.format(layer) for layer in {0, 1, 2} - set(layers)}
+
+
+@pytest.mark.parametrize("order", ["vqk", "vkq"])
+def test_v_first(order, broken):
+    def change(tensors):
+        for layer in range(3):
+            w = tensors[QKV.format(layer)]
+            blocks = {"q": w[:256], "k": w[256:512], "v": w[512:]}
+            tensors[QKV.format(layer)] = np.concatenate([blocks[b] for b in order])
+
+    examination, findings = found(broken(change), thorough=True)
+    assert {where for code, where in findings if code == "layout-order"} == {QKV.format(i) for i in range(3)}
+    assert order[0] in "".join(f.text for f in examination.findings)
+
+
+def test_doubled_prefix(broken):
+    def change(tensors):
+        return {name.replace(PREFIX, PREFIX + "language_model."): x for name, x in tensors.items()}
+
+    examination, findings = found(broken(change))
+    assert {code for code, _ in findings} == {"prefix-repeated"}
+    assert examination.predictions  # it runs all the same
+
+
+def test_names_without_the_language_model_level(broken):
+    path = broken(lambda tensors: {name.replace(PREFIX, "model."): x for name, x in tensors.items()})
+    assert found(path)[0].healthy
+
+
+def test_norms_shifted_twice(broken):
+    names = []
+
+    def change(tensors):
+        for name, x in tensors.items():
+            if name.startswith(PREFIX) and "layernorm" in name:
+                tensors[name] = (x.astype(np.float32) + 1).astype(x.dtype)
+                names.append(name)
+
+    _, findings = found(broken(change))
+    assert {where for code, where in findings if code == "norm-shifted"} == set(names)
+
+
+def test_one_norm_shifted(broken):
+    name = PREFIX + "layers.2.input_layernorm.weight"
+
+    def change(tensors):
+        tensors[name] = (tensors[name].astype(np.float32) + 1).astype(tensors[name].dtype)
+
+    _, findings = found(broken(change))
+    assert ("norm-shifted", name) in findings
+
+
+def test_gated_norm_taken_for_an_offset(broken):
+    name = PREFIX + "layers.0.linear_attn.norm.weight"
+
+    def change(tensors):
+        tensors[name] = (tensors[name].astype(np.float32) - 1).astype(tensors[name].dtype)
+
+    _, findings = found(broken(change))
+    assert ("norm-unshifted", name) in findings
+
+
+def test_wrong_shape(broken):
+    name = PREFIX + "layers.0.linear_attn.conv1d.weight"
+
+    def change(tensors):
+        tensors[name] = np.swapaxes(tensors[name], 1, 2)
+
+    examination, findings = found(broken(change))
+    assert ("shape-mismatch", name) in findings and examination.exit_code == 1
+
+
+def test_scaled_tensor(broken):
+    name = PREFIX + "layers.1.mlp.down_proj.weight"
+
+    def change(tensors):
+        tensors[name] = (tensors[name].astype(np.float32) * 64).astype(tensors[name].dtype)
+
+    _, findings = found(broken(change))
+    assert ("scale-outlier", name) in findings
+
+
+def test_zero_key_rows(broken):
+    """B60: the key rows of one layer are zero."""
+
+    def change(tensors):
+        tensors[QKV.format(0)][256:512] = 0
+
+    examination, findings = found(broken(change))
+    assert ("value-zero-rows", QKV.format(0)) in findings
+    assert "k block: 256 of 256" in next(f.text for f in examination.findings if f.code == "value-zero-rows")
+
+
+def test_zeroed_gate(broken):
+    name = PREFIX + "layers.1.linear_attn.A_log"
+    assert ("value-constant", name) in found(broken(set_to(name, 0)))[1]
+
+
+def test_random_weights_are_gibberish(broken):
+    def change(tensors):
+        rng = np.random.default_rng(1)
+        for name, x in tensors.items():
+            if x.ndim == 2 and name.startswith(PREFIX):
+                tensors[name] = (rng.standard_normal(x.shape) * 0.02).astype(ml_dtypes.bfloat16)
+
+    assert ("forward-gibberish", "next tokens") in found(broken(change))[1]
+
+
+def test_forward_names_the_first_nan(broken):
+    def change(tensors):
+        tensors[QKV.format(2)][700, 0] = np.nan
+
+    findings = found(broken(change))[1]
+    assert ("forward-nan", "layer 2, qkv") in findings
+
+
+# What cannot run -----------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_run(broken, tmp_path, capsys):
+    assert main(["doctor", str(tmp_path / "nowhere")]) == 2
+    (tmp_path / "empty").mkdir()
+    assert main(["doctor", str(tmp_path / "empty")]) == 2
+    path = broken(config=lambda told: told.update(quantization_config={"quant_method": "gptq"}))
+    assert main(["doctor", str(path)]) == 2
+    (path / "config.json").write_text("{")
+    assert main(["doctor", str(path)]) == 2
+    for line in capsys.readouterr().err.splitlines():
+        assert line.startswith("fidelta doctor: ")
+
+
+def test_max_memory():
+    with pytest.raises(CannotRun, match="needs about .* MiB; --max-memory allows 64"):
+        examine(TINY, max_memory=64 << 20)
+    assert examine(TINY, max_memory=2 << 30, max_new_tokens=0).healthy
+
+
+def test_wrong_arguments():
+    for words in (["doctor"], ["doctor", str(TINY), "--max-memory", "lots"], ["doctor", str(TINY), "--what"], ["heal"]):
+        with pytest.raises(SystemExit) as stopped:
+            main(words)
+        assert stopped.value.code == 2
+
+
+# The command ---------------------------------------------------------------------------------------------------------
+
+
+def run(*words, **options):
+    return subprocess.run([sys.executable, "-m", "fidelta.cli", *map(str, words)], capture_output=True, text=True, timeout=120, **options)
+
+
+def test_command_and_json(tmp_path):
+    done = run("doctor", TINY, "--prompt", "import os\n", "--max-new-tokens", 5, "--json", tmp_path / "out.json", "--threads", 1)
+    assert done.returncode == 0 and "verdict: healthy" in done.stdout and not done.stderr
+    told = json.loads((tmp_path / "out.json").read_text())
+    assert told["format"] == 1 and told["verdict"] == "healthy" and told["findings"] == []
+    assert len(told["layers"]) == 4 and set(told["layers"][0]) >= {"kind", "mixer", "residual", "state_norm", "decay"}
+    assert len(told["predictions"]) == 1 and len(told["predictions"][0]["continuation_ids"]) == 5
+
+
+def test_json_on_stdout(broken):
+    name = PREFIX + "layers.0.linear_attn.out_proj.weight"
+    done = run("doctor", broken(set_to(name, 0)), "--json", "-")
+    told = json.loads(done.stdout)
+    assert done.returncode == 1 and told["exit_code"] == 1
+    finding = next(f for f in told["findings"] if f["code"] == "value-zero")
+    assert finding["where"] == name and finding["severity"] == "error"
+    assert all(finding[key] for key in ("text", "cause", "mend", "verify"))
+
+
+def test_help_and_version():
+    assert "exit code" in run("doctor", "--help").stdout
+    assert run("--version").stdout.startswith("fidelta ")
+
+
+def test_interrupt():
+    child = subprocess.Popen([sys.executable, "-m", "fidelta.cli", "doctor", str(TINY), "--max-new-tokens", "100000"],
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    time.sleep(4)
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=30)
+    assert child.returncode == 130 and "Traceback" not in err
