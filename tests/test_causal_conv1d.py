@@ -137,6 +137,21 @@ def test_bit_for_bit(variant, dtype, rng):
 
 
 @each_variant(OP)
+@pytest.mark.parametrize("dtype", REAL)
+@pytest.mark.parametrize("T", [7, 8, 31, 32, 33, 1023, 1024, 1025, 2100])
+def test_time_side_by_side(variant, dtype, T, rng, guarded):
+    """Lanes over time: the bits of lanes over channels, and nothing beyond the last token."""
+    arguments = guarded(inputs(rng, B=2, T=T, D=5, W=2 + T % 5, dtype=dtype))
+    turned = dict(arguments, x=guarded.copy(arguments["x"].swapaxes(1, 2)))
+    history = rng.standard_normal((2, 5, 1 + T % 5)).astype(dtype)
+    options = {"activation": "silu", "initial_state": history, "variant": variant}
+    y = fidelta.causal_conv1d(**arguments, **options)
+    out = guarded.empty((2, 5, T), dtype)
+    fidelta.causal_conv1d(**turned, **options, layout="bdt", out=out)
+    same_bits(out.swapaxes(1, 2), y)
+
+
+@each_variant(OP)
 def test_padded_batch(variant, rng):
     """B47: pads left and right of the tokens change nothing."""
     arguments = inputs(rng, B=2, T=7, D=9)
