@@ -8,7 +8,7 @@ import numpy as np
 
 from .. import ops
 
-SCORES = 2**22  # most attention scores held at once: the block of queries is as large as that allows
+SCORES = 2**22  # most attention scores held at once: a block of queries is as large as that allows
 
 
 def norm(x, weight, eps):
@@ -105,24 +105,25 @@ def _rotate(x, cos, sin):
 
 
 def attend(q, k, v, out):
-    """Causal softmax attention of one sequence into out: q, out [T,heads,D], k, v [S,kv_heads,D], the last T of S tokens asking.
+    """Causal softmax attention of one sequence into out: q, out [T,heads,D], k, v [S,kv_heads,D]; the last T of S tokens ask.
 
-    Blocks of queries bound the memory; a block reads only the keys it may see."""
+    Blocks of queries bound the memory; a block reads only the keys it may see. All queries that share a key head are the
+    rows of one matrix product, since many small products cost far more than one large."""
     (T, heads, D), (S, kv_heads, _) = q.shape, k.shape
-    q = q.reshape(T, kv_heads, heads // kv_heads, D).transpose(1, 2, 0, 3) * np.float32(D**-0.5)
-    k, v = k.transpose(1, 2, 0)[:, None], v.transpose(1, 0, 2)[:, None]
-    out = out.reshape(T, kv_heads, heads // kv_heads, D).transpose(1, 2, 0, 3)
-    rows = max(1, SCORES // max(1, heads * S))
+    group = heads // kv_heads
+    rows = max(1, SCORES // max(1, group * S))
     for begin in range(0, T, rows):
         end = min(begin + rows, T)
-        seen = S - T + end
-        scores = q[:, :, begin:end] @ k[..., :seen]
-        own = end - begin
-        scores[..., seen - own:][..., np.triu(np.ones((own, own), bool), 1)] = -np.inf
-        scores -= scores.max(axis=-1, keepdims=True)
-        np.exp(scores, out=scores)
-        scores /= scores.sum(axis=-1, keepdims=True)
-        out[:, :, begin:end] = scores @ v[:, :, :seen]
+        own, seen = end - begin, S - T + end
+        later = np.triu(np.ones((own, own), bool), 1)[:, None]
+        for head in range(kv_heads):
+            asking = slice(head * group, (head + 1) * group)
+            scores = q[begin:end, asking].reshape(own * group, D) * np.float32(D**-0.5) @ k[:seen, head].T
+            np.copyto(scores.reshape(own, group, seen)[..., seen - own:], -np.inf, where=later)
+            scores -= scores.max(axis=-1, keepdims=True)
+            np.exp(scores, out=scores)
+            scores /= scores.sum(axis=-1, keepdims=True)
+            out[begin:end, asking] = (scores @ v[:seen, head]).reshape(own, group, D)
 
 
 def sigmoid(x):

@@ -146,11 +146,14 @@ class Model:
         x = self.weight("embed_tokens.weight", weights)[tokens].astype(np.float32)
         see(-1, "input", x)
         for layer, kind in enumerate(self.layer_types):
-            x = self._layer(x, MIXERS[kind], lambda name: self.weight(f"layers.{layer}.{name}", weights), partial(see, layer), cu,
-                            None if state is None else state.layers[layer])
+            w = self._layer_weights(layer, weights)
+            x = self._layer(x, MIXERS[kind], w, partial(see, layer), cu, None if state is None else state.layers[layer])
         x = layers.norm(x, self.weight("norm.weight", weights), eps)
         see(self.num_layers, "final_norm", x)
         return x
+
+    def _layer_weights(self, layer, weights):
+        return lambda name: self.weight(f"layers.{layer}.{name}", weights)
 
     def _layer(self, x, mixer, w, see, cu, state):
         eps = self.settings.eps
@@ -184,7 +187,8 @@ class Model:
         s, made = self.sizes, []
         for kind in self.layer_types:
             if kind == "linear_attention":
-                made.append(DeltaState(np.zeros((1, s.HV, s.K, s.V), np.float32), np.zeros((1, s.conv_dim, s.W - 1), np.float32)))
+                made.append(DeltaState(np.zeros((1, s.HV, s.K, s.V), np.float32),
+                                       np.zeros((1, s.conv_dim, s.W - 1), np.float32)))
             else:
                 made.append(KeyValues(s.kv_heads, s.head_dim))
         return State(made)
