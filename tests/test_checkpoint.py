@@ -154,7 +154,8 @@ BROKEN = {
     "gap at the front": (tensor_file({"a": entry("F32", [1], 4, 8)}, bytes(8)), [("file-offsets", "a")]),
     "offsets beyond everything": (tensor_file({"a": entry("F32", [2], 2**63, 2**63 + 8)}, bytes(8)),
                                   [("file-offsets", "a"), ("file-truncated", "model.safetensors")]),
-    "name twice": (tensor_file(b'{"a":%s,"a":%s}' % ((json.dumps(A["a"]).encode(),) * 2), bytes(8)), [("tensor-duplicate", "a")]),
+    "name twice": (tensor_file(b'{"a":%s,"a":%s}' % ((json.dumps(A["a"]).encode(),) * 2), bytes(8)),
+                   [("tensor-duplicate", "a")]),
 }
 
 
@@ -272,7 +273,8 @@ def test_wrong_names_shapes_and_dtypes(tmp_path):
     tensors[layer + "mlp.up_proj.weight"] = np.zeros((512, 256), np.int8)
     names = name_map(open_checkpoint(write_checkpoint(tmp_path, [tensors])))
     assert names.missing == ["layers.1.linear_attn.in_proj_qkv.weight"]
-    assert names.unexpected == [layer + "linear_attn.in_proj_qkvz.weight", "model.language_model.layers.9.linear_attn.norm.weight"]
+    assert names.unexpected == [layer + "linear_attn.in_proj_qkvz.weight",
+                                "model.language_model.layers.9.linear_attn.norm.weight"]
     assert {"lm_head.weight", "mtp.layers.0.input_layernorm.weight"} <= set(names.ignored)
     assert names.wrong_shape == [(layer + "linear_attn.conv1d.weight", (1024, 4), (1024, 1, 4))]
     assert names.wrong_dtype == [(layer + "mlp.up_proj.weight", "I8", ("BF16", "F16", "F32"))]

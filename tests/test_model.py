@@ -131,7 +131,8 @@ def test_attention_in_blocks(monkeypatch, rng):
 
 def test_safe_forms():
     with np.errstate(over="raise", invalid="raise"):
-        assert layers.sigmoid(np.float32([-1000, -1, 0, 1, 1000])).tolist() == pytest.approx([0, 0.26894142, 0.5, 0.7310586, 1])
+        got = layers.sigmoid(np.float32([-1000, -1, 0, 1, 1000]))
+        assert got.tolist() == pytest.approx([0, 0.26894142, 0.5, 0.7310586, 1])
         q = np.full((3, 1, 4), 1e4, np.float32)
         out = np.empty_like(q)
         layers.attend(q, q, q, out)
@@ -257,13 +258,16 @@ NORM = "model.language_model.norm.weight"
     (quantised, "quantised weights (quantization_config, method fp8) are not supported"),
     (config_says(hidden_act="gelu"), "config.json: hidden_act 'gelu' is not supported; expected 'silu'"),
     (config_says(attention_bias=True), "config.json: attention_bias True is not supported; expected False"),
-    (config_says(rope_parameters={"rope_type": "yarn"}), "config.json: rope_type 'yarn' is not supported; expected 'default'"),
+    (config_says(rope_parameters={"rope_type": "yarn"}),
+     "config.json: rope_type 'yarn' is not supported; expected 'default'"),
     (config_says(rms_norm_eps="small"), "config.json: rms_norm_eps is 'small'; expected a number above 0"),
     (config_says(hidden_size=None), "config.json: hidden_size is missing"),
     (renamed("layers.2.mlp.up_proj", "x"), "model.language_model.layers.2.mlp.up_proj.weight is missing"),
     (replaced(NORM, lambda w: w[:-1].copy()), f"{NORM} has shape [255]; expected [256]"),
     (replaced(NORM, lambda w: w.astype(np.float64)), f"{NORM} has dtype F64; expected BF16, F16, F32"),
-    (cut, "model.language_model.layers.3.self_attn.v_proj.weight cannot be read, see the problems of the files (and 1 more fault)"),
+    (config_says(linear_conv_kernel_dim=7), "config.json: linear_conv_kernel_dim is 7; the ops take 2 .. 6"),
+    (cut, "model.language_model.layers.3.self_attn.v_proj.weight cannot be read, see the problems of the files "
+          "(and 1 more fault)"),
 ])
 def test_refused(tmp_path, make, text):
     path = tmp_path / "model"

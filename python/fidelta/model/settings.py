@@ -32,9 +32,14 @@ def read_settings(checkpoint):
         settings = Settings(_number(config, "rms_norm_eps", 1e-6), theta, int(sizes.head_dim * factor))
     except CheckpointError as error:
         raise ModelError(f"{checkpoint.path}: {error}") from None
-    if settings.rotary % 2 or settings.rotary > sizes.head_dim:
-        raise ModelError(f"{checkpoint.path}: config.json: partial_rotary_factor {factor} of head_dim {sizes.head_dim} rotates "
-                         f"{settings.rotary} dims; expected an even number, at most head_dim")
+    rotary, width = settings.rotary, sizes.head_dim
+    if rotary % 2 or rotary > width:
+        raise ModelError(f"{checkpoint.path}: config.json: partial_rotary_factor {factor} of head_dim {width} rotates {rotary} "
+                         "dims; expected an even number, at most head_dim")
+    for field, value, least, most in (("linear_key_head_dim", sizes.K, 1, 256), ("linear_value_head_dim", sizes.V, 1, 256),
+                                      ("linear_conv_kernel_dim", sizes.W, 2, 6)):  # docs/formats.md
+        if not least <= value <= most:
+            raise ModelError(f"{checkpoint.path}: config.json: {field} is {value}; the ops take {least} .. {most}")
     return sizes, settings
 
 

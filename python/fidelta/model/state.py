@@ -18,7 +18,7 @@ class State:
 
 
 class DeltaState:
-    """`delta` [1,HV,K,V] float32, the state of the delta rule; `conv` [1,C,W-1] float32, the last inputs of the convolution."""
+    """float32: `delta` [1,HV,K,V], the state of the delta rule; `conv` [1,C,W-1], the last inputs of the convolution."""
 
     def __init__(self, delta, conv):
         self.delta, self.conv = delta, conv
