@@ -71,7 +71,7 @@ def loss(logits, sequences):
         if len(ids) > 1:
             total -= log_softmax(rows[:-1])[np.arange(len(ids) - 1), np.asarray(ids[1:])].sum()
             count += len(ids) - 1
-    return total / count if count else math.nan
+    return float(total / count) if count else math.nan
 
 
 def predictions(model, logits, sequences, texts, max_new_tokens):
@@ -146,40 +146,47 @@ def reordered(rows, key, value, order):
 
 def probe_orders(model, sequences, stored_loss, sizes, thorough, tick=lambda: None):
     """Runs the model with the q, k, v blocks of in_proj_qkv (and of conv1d with it) taken to be in another order, in
-    all layers and in each: where the loss falls clearly, that is the order in which they were written."""
+    every layer and in each: where the loss falls clearly, that is the order in which they were written."""
     layers = [i for i, kind in enumerate(model.layer_types) if kind == "linear_attention"]
     orders = ["kqv"] + (["qvk", "vqk", "kvq", "vkq"] if thorough else [])
-    best = {}
-    choices = [layers] + ([[i] for i in layers] if len(layers) > 1 else [])
-    for order, tensors, chosen in itertools.product(orders, (("in_proj_qkv",), ("in_proj_qkv", "conv1d")), choices):
+
+    def loss_with(order, tensors, chosen):
         weights = {}
         for i, tensor in itertools.product(chosen, tensors):
             name = f"layers.{i}.linear_attn.{tensor}.weight"
             stored = model.checkpoint.read(model.names.of[name])
             weights[name] = reordered(stored, sizes.key_dim, sizes.value_dim, order)
         with np.errstate(all="ignore"):
-            gain = stored_loss - loss(model.forward(sequences, weights=weights), sequences)
+            found = loss(model.forward(sequences, weights=weights), sequences)
         tick()
-        if gain > LOSS_FALLS:
-            best[(order, tensors, tuple(chosen))] = gain
-    return _named(model, best, stored_loss)
+        return float(found) if np.isfinite(found) else math.inf
+
+    best, chosen, how = stored_loss - LOSS_FALLS, (), None
+    for order, tensors in itertools.product(orders, (("in_proj_qkv",), ("in_proj_qkv", "conv1d"))):
+        found, layers_changed = _choose_layers(layers, lambda some: loss_with(order, tensors, some))
+        if found < best:
+            best, chosen, how = found, layers_changed, (order, tensors)
+    for i, tensor in itertools.product(chosen, how[1] if how else ()):
+        yield Finding("layout-order", model.names.of[f"layers.{i}.linear_attn.{tensor}.weight"],
+                      f"read as {', '.join(how[0])} instead of q, k, v the loss falls from {stored_loss:.3f} to {best:.3f}",
+                      stored_loss - best, LOSS_FALLS)
 
 
-def _named(model, best, stored_loss):
-    if not best:
-        return
-    top = max(best, key=best.get)
-    everywhere = max((k for k in best if len(k[2]) > 1), key=best.get, default=None)
-    chosen = [top]
-    if len(top[2]) == 1:  # other single layers with the same fault
-        chosen += [k for k in best if k[:2] == top[:2] and len(k[2]) == 1 and k != top and best[k] > 0.3 * best[top]]
-    elif everywhere:
-        chosen = [everywhere]
-    for order, tensors, layers in chosen:
-        gain = best[(order, tensors, layers)]
+def _choose_layers(layers, loss_with):
+    """(loss, layers) of the best set found: from all layers or the best single one, a layer enters or leaves while that
+    lowers the loss; one whose order hardly matters stays out."""
+    losses = {some: loss_with(some) for some in [tuple(layers)] + [(i,) for i in layers]}
+    now = min(losses, key=losses.get)
+    for _ in range(2):
         for i in layers:
-            for tensor in tensors:
-                stored = model.names.of[f"layers.{i}.linear_attn.{tensor}.weight"]
-                yield Finding("layout-order", stored,
-                              f"read as {', '.join(order)} instead of q, k, v the loss falls from {stored_loss:.3f} to {stored_loss - gain:.3f}",
-                              gain, LOSS_FALLS)
+            other = tuple(sorted(set(now) ^ {i}))
+            if not other:
+                continue
+            if other not in losses:
+                losses[other] = loss_with(other)
+            margin = LOSS_FALLS / 5 if len(other) > len(now) else -LOSS_FALLS / 5
+            if losses[other] < losses[now] - margin:
+                now = other
+        if len(now) == 1:
+            break
+    return losses[now], now
