@@ -168,5 +168,7 @@ def _run(found, checkpoint, sizes, prompts, max_new_tokens, progress, thorough):
     width = np.zeros((1, 1), np.float32)
     found.which_path = ops.which_path("linear", width, width)
     if observer.first_bad is None and checkpoint.nbytes <= forward.PROBE_LIMIT:
-        progress.stage("block orders", 0)
+        progress.stage("layout probes", 0)
         found.findings += forward.probe_orders(model, sequences, found.loss, sizes, thorough or bool(problems), progress.step)
+        if not any(f.code == "norm-shifted" for f in found.findings):
+            found.findings += forward.probe_norms(model, sequences, found.loss, progress.step)

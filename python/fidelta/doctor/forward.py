@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 
+from .checks import NORM
 from .findings import Finding
 
 PROMPTS = (
@@ -169,6 +170,26 @@ def probe_orders(model, sequences, stored_loss, sizes, thorough, tick=lambda: No
     for i, tensor in itertools.product(chosen, how[1] if how else ()):
         yield Finding("layout-order", model.names.of[f"layers.{i}.linear_attn.{tensor}.weight"],
                       f"read as {', '.join(how[0])} instead of q, k, v the loss falls from {stored_loss:.3f} to {best:.3f}",
+                      stored_loss - best, LOSS_FALLS)
+
+
+def probe_norms(model, sequences, stored_loss, tick=lambda: None):
+    """Runs the model with one taken off the norm weights that are offsets from one: where the loss falls clearly, a
+    converter had added it already."""
+    offsets = [name for name in model.names.of if NORM.search(name) and not name.endswith("linear_attn.norm.weight")]
+    groups = [offsets, [name for name in offsets if "layernorm" in name]]
+    best, chosen = stored_loss - LOSS_FALLS, ()
+    for group in groups:
+        weights = {name: model.checkpoint.read(model.names.of[name]).astype(np.float32) - 1 for name in group}
+        with np.errstate(all="ignore"):
+            found = loss(model.forward(sequences, weights=weights), sequences)
+        tick()
+        if found < best:
+            best, chosen = found, group
+    for name in chosen:
+        mean = float(model.checkpoint.read(model.names.of[name]).astype(np.float32).mean())
+        yield Finding("norm-shifted", model.names.of[name],
+                      f"mean {mean:.3f}; with one taken off all of them the loss falls from {stored_loss:.3f} to {best:.3f}",
                       stored_loss - best, LOSS_FALLS)
 
 
