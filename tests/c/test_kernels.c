@@ -142,8 +142,8 @@ static double difference(const Tensor *a, const Tensor *b)
     return sqrt(miss / (size > 0 ? size : 1));
 }
 
-static int variant_test(const Case *c, const Spec *spec, const Kernel *kernel, const void *inputs, const void *expected,
-                        int threads)
+static int variant_test(const Case *c, const Spec *spec, const Kernel *kernel, const void *inputs,
+                        const void *expected, int threads)
 {
     _Alignas(16) char args[MAX_BYTES];
     Error err = {OK, ""};
@@ -163,12 +163,14 @@ static int variant_test(const Case *c, const Spec *spec, const Kernel *kernel, c
             continue;
         double limit = t->dtype == F32 ? 2e-6 : 5e-3, miss;
         if (spec->arg[n].role < OUT)
-            miss = memcmp(t->data, input->data, (size_t)elements(t) * (size_t)DTYPE_SIZE[t->dtype]) ? INFINITY : 0;
+            miss = memcmp(t->data, input->data, (size_t)elements(t) * (size_t)DTYPE_SIZE[t->dtype])
+                       ? INFINITY
+                       : 0;
         else
             miss = expected ? difference(t, arg_tensor(spec, expected, n)) : difference(t, t);
         if (!failed && !(miss <= limit)) {
-            printf("%s %s, %d threads: %s differs by %g (given:%s)\n", spec->name, kernel->variant, threads,
-                   spec->arg[n].row->name, miss, c->given);
+            printf("%s %s, %d threads: %s differs by %g (given:%s)\n", spec->name, kernel->variant,
+                   threads, spec->arg[n].row->name, miss, c->given);
             failed = 1;
         }
         if (expected)
@@ -226,20 +228,43 @@ static int case_test(const Case *c, DType narrow_type)
 int main(void)
 {
     static const Case cases[] = {
-        {OP_gated_delta_rule, "", {{"B", 2}, {"T", 70}, {"H", 2}, {"HV", 4}, {"K", 64}, {"V", 64}, {"N", 2}}},
-        {OP_gated_delta_rule, " initial_state final_state ",
-         {{"B", 1}, {"T", 131}, {"H", 1}, {"HV", 3}, {"K", 60}, {"V", 100}, {"N", 1}, {"S", 1}, {"SW", 1}}},
-        {OP_gated_delta_rule, " final_state ", {{"B", 1}, {"T", 1}, {"K", 1}, {"V", 1}, {"N", 1}, {"SW", 1}}},
-        {OP_gated_delta_rule, " final_state ", {{"B", 3}, {"T", 17}, {"K", 128}, {"V", 33}, {"N", 3}, {"SW", 3}}},
-        {OP_gated_delta_rule_step, " token_states ",
+        {OP_gated_delta_rule,
+         "",
+         {{"B", 2}, {"T", 70}, {"H", 2}, {"HV", 4}, {"K", 64}, {"V", 64}, {"N", 2}}},
+        {OP_gated_delta_rule,
+         " initial_state final_state ",
+         {{"B", 1},
+          {"T", 131},
+          {"H", 1},
+          {"HV", 3},
+          {"K", 60},
+          {"V", 100},
+          {"N", 1},
+          {"S", 1},
+          {"SW", 1}}},
+        {OP_gated_delta_rule,
+         " final_state ",
+         {{"B", 1}, {"T", 1}, {"K", 1}, {"V", 1}, {"N", 1}, {"SW", 1}}},
+        {OP_gated_delta_rule,
+         " final_state ",
+         {{"B", 3}, {"T", 17}, {"K", 128}, {"V", 33}, {"N", 3}, {"SW", 3}}},
+        {OP_gated_delta_rule_step,
+         " token_states ",
          {{"B", 3}, {"T", 4}, {"H", 2}, {"HV", 4}, {"K", 60}, {"V", 36}, {"N", 3}, {"S", 3}}},
-        {OP_gated_delta_rule_step, "", {{"B", 2}, {"T", 1}, {"H", 2}, {"HV", 2}, {"K", 128}, {"V", 128}, {"S", 2}}},
+        {OP_gated_delta_rule_step,
+         "",
+         {{"B", 2}, {"T", 1}, {"H", 2}, {"HV", 2}, {"K", 128}, {"V", 128}, {"S", 2}}},
         {OP_gated_delta_rule_step, "", {{"B", 1}, {"T", 16}, {"K", 7}, {"V", 5}, {"S", 1}}},
-        {OP_causal_conv1d, " bias initial_state final_state ",
+        {OP_causal_conv1d,
+         " bias initial_state final_state ",
          {{"B", 2}, {"T", 37}, {"D", 67}, {"W", 4}, {"S", 2}, {"SW", 2}, {"L", 5}}},
         {OP_causal_conv1d, "", {{"B", 2}, {"T", 3}, {"D", 16}, {"W", 6}}},
-        {OP_causal_conv1d, " final_state ", {{"B", 1}, {"T", 1}, {"D", 1}, {"W", 2}, {"SW", 1}, {"L", 1}}},
-        {OP_causal_conv1d_step, " bias ", {{"B", 3}, {"T", 2}, {"D", 67}, {"W", 4}, {"S", 3}, {"L", 4}}},
+        {OP_causal_conv1d,
+         " final_state ",
+         {{"B", 1}, {"T", 1}, {"D", 1}, {"W", 2}, {"SW", 1}, {"L", 1}}},
+        {OP_causal_conv1d_step,
+         " bias ",
+         {{"B", 3}, {"T", 2}, {"D", 67}, {"W", 4}, {"S", 3}, {"L", 4}}},
         {OP_gdn_gate, "", {{"HV", 37}}},
         {OP_l2norm, "", {{"D", 67}}},
         {OP_rms_norm, "", {{"D", 130}}},
