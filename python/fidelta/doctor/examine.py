@@ -12,9 +12,12 @@ import numpy as np
 from .. import ops
 from ..checkpoint import CheckpointError, name_map, open_checkpoint, read_sizes
 from ..model import ModelError, load
-from . import checks, forward
+from ..model.settings import read_settings
+from . import checks, forward, probes
 from .findings import Finding
 from .statistics import measure
+
+PROBE_LIMIT = 1 << 30  # bytes of weights up to which single layers are read in other ways
 
 
 class CannotRun(Exception):
@@ -100,7 +103,7 @@ def examine(path, *, prompts=None, max_new_tokens=32, max_memory=None, progress=
         found.findings += check(names, statistics)
     found.findings += checks.values(statistics)
     found.findings += checks.emptiness(names, statistics, sizes)
-    _run(found, checkpoint, sizes, prompts, max_new_tokens, progress, thorough)
+    _run(found, checkpoint, sizes, statistics, prompts, max_new_tokens, progress, thorough)
     found.findings.sort(key=lambda f: {"error": 0, "warning": 1}.get(f.severity, 2))
     found.seconds = time.perf_counter() - started
     found.peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -108,13 +111,10 @@ def examine(path, *, prompts=None, max_new_tokens=32, max_memory=None, progress=
 
 
 def _supported(checkpoint):
-    config, text = checkpoint.config, checkpoint.text_config
-    kind = str(text.get("model_type", config.get("model_type", "")))
-    if "quantization_config" in config or "quantization_config" in text or (Path(checkpoint.path) / "quantize_config.json").exists() \
-            or (Path(checkpoint.path) / "hf_quant_config.json").exists():
-        raise CannotRun(f"{checkpoint.path}: quantised checkpoints are not supported yet")
-    if kind not in ("qwen3_5_text", "qwen3_5"):
-        raise CannotRun(f"{checkpoint.path}: model_type {kind!r} is not supported yet; expected qwen3_5 (dense)")
+    for file in ("quantize_config.json", "hf_quant_config.json"):
+        if (Path(checkpoint.path) / file).exists():
+            raise CannotRun(f"{checkpoint.path}: quantised weights ({file}) are not supported yet")
+    read_settings(checkpoint)
 
 
 def _fits(checkpoint, sizes, limit):
@@ -142,33 +142,52 @@ def _scan(checkpoint, progress):
     return statistics
 
 
-def _run(found, checkpoint, sizes, prompts, max_new_tokens, progress, thorough):
+def _run(found, checkpoint, sizes, statistics, prompts, max_new_tokens, progress, thorough):
     try:
         model = load(checkpoint)
         texts = list(forward.PROMPTS if prompts is None else prompts)
         if model.tokenizer is None:
             raise ModelError(f"{checkpoint.path}: no tokenizer.json, so no text can be tried")
-        sequences = [model.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+        sequences = [_encode(model, text) for text in texts]
         if any(not ids for ids in sequences):
             raise CannotRun("a prompt is empty")
     except (CheckpointError, ModelError) as error:
         if not found.findings:
             found.findings.append(Finding("forward-failed", str(checkpoint.path), str(error)))
         return
-    progress.stage("forward", model.num_layers)
+    own = prompts is None
     observer = forward.Observer(model.layer_types, progress.step)
+    progress.stage("forward", model.num_layers)
     with np.errstate(all="ignore"):
         logits = model.forward(sequences, observe=observer)
+        known = sequences if own else [_encode(model, text) for text in forward.PROMPTS]
+        before = forward.token_losses(logits if own else model.forward(known), known)
         found.layers = observer.layers
-        found.loss = forward.loss(logits, sequences)
+        found.loss = forward.mean(forward.token_losses(logits, sequences))
         found.loss_of_a_guess = math.log(sizes.vocab)
-        problems = list(forward.judge(observer, found.loss, sizes.vocab, logits))
-        found.findings += problems
+        found.findings += forward.judge(observer, forward.mean(before), sizes.vocab, logits)
         found.predictions = forward.predictions(model, logits, sequences, texts, max_new_tokens)
     width = np.zeros((1, 1), np.float32)
     found.which_path = ops.which_path("linear", width, width)
-    if observer.first_bad is None and checkpoint.nbytes <= forward.PROBE_LIMIT:
-        progress.stage("layout probes", 0)
-        found.findings += forward.probe_orders(model, sequences, found.loss, sizes, thorough or bool(problems), progress.step)
-        if not any(f.code == "norm-shifted" for f in found.findings):
-            found.findings += forward.probe_norms(model, sequences, found.loss, progress.step)
+    if observer.first_bad is None:
+        _probe(found, model, known, before, statistics, thorough, progress)
+
+
+def _encode(model, text):
+    return model.tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def _probe(found, model, sequences, before, statistics, thorough, progress):
+    """Other readings of the tensors, each tried by running the model; not when a fault that was found already would blur
+    what they say, nor (but the whole groups) with weights so large that each run costs minutes."""
+    if any(f.severity == "error" and not f.code.startswith(("forward", "norm")) for f in found.findings) and not thorough:
+        return
+    lost = before.mean() > forward.WEAK * found.loss_of_a_guess
+    large = model.checkpoint.nbytes > PROBE_LIMIT
+    if large and not (lost or thorough):
+        return
+    progress.stage("layout", 0)
+    orders = probes.ORDERS if lost or thorough else probes.ORDERS[:1]
+    groups = [*probes.norm_groups(model, statistics), *probes.order_groups(model, model.sizes, orders)]
+    probe = probes.Probe(model, sequences, progress.step)
+    found.findings += probes.examine_layout(probe, before, groups, {(f.code, f.where) for f in found.findings}, whole_only=large)

@@ -1,11 +1,9 @@
 """Evidence from running the model: what each layer does to five prompts, and what it predicts."""
 
-import itertools
 import math
 
 import numpy as np
 
-from .checks import NORM
 from .findings import Finding
 
 PROMPTS = (
@@ -18,9 +16,8 @@ PROMPTS = (
 
 SILENT = 1 / 50  # a mixer's output std against the median of the others of its kind
 EXPLOSION = 1000.0  # growth of the residual's std in one layer
+WEAK = 0.40  # the same, from which the rarer readings are tried
 GIBBERISH = 0.70  # mean loss against log(vocabulary), a uniform guess
-LOSS_FALLS = 0.05  # nats a token by which another order of blocks must do better
-PROBE_LIMIT = 1 << 30  # bytes of weights up to which orders are tried by running the model
 
 
 def numbers(array):
@@ -65,14 +62,16 @@ def log_softmax(logits):
     return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
-def loss(logits, sequences):
-    """Mean negative log likelihood a token, over all prompts' tokens but the first."""
-    total, count = 0.0, 0
-    for rows, ids in zip(logits, sequences):
-        if len(ids) > 1:
-            total -= log_softmax(rows[:-1])[np.arange(len(ids) - 1), np.asarray(ids[1:])].sum()
-            count += len(ids) - 1
-    return float(total / count) if count else math.nan
+def token_losses(logits, sequences):
+    """Negative log likelihood of every token but each sequence's first, as one array."""
+    rows = [-log_softmax(table[:-1])[np.arange(len(ids) - 1), np.asarray(ids[1:], np.int64)]
+            for table, ids in zip(logits, sequences)]
+    return np.concatenate([np.empty(0), *rows])
+
+
+def mean(losses):
+    """Their mean; None of none."""
+    return float(losses.mean()) if len(losses) else None
 
 
 def predictions(model, logits, sequences, texts, max_new_tokens):
@@ -82,9 +81,9 @@ def predictions(model, logits, sequences, texts, max_new_tokens):
         logs = log_softmax(table)
         p = np.exp(logs)
         entropy = float(-(p * np.maximum(logs, -1e300)).sum(-1).mean()) / math.log(table.shape[-1])
-        nll = loss([table], [ids])
+        nll = mean(token_losses([table], [ids]))
         top = np.argsort(-logs[-1], kind="stable")[:5]
-        row = {"prompt": text, "tokens": len(ids), "perplexity": math.exp(min(nll, 700)) if nll == nll else nll,
+        row = {"prompt": text, "tokens": len(ids), "perplexity": None if nll is None else math.exp(min(nll, 700)) if nll == nll else nll,
                "entropy_ratio": entropy, "top5": [{"id": int(i), "text": _text(model, [int(i)]), "p": float(p[-1, i])} for i in top]}
         finite = bool(np.isfinite(table).all())
         new = model.generate(ids, max_new_tokens) if finite and max_new_tokens else []
@@ -131,83 +130,3 @@ def _layers(layers):
         if before and std and std > EXPLOSION * before:
             yield Finding("forward-explosion", f"layer {row['layer']}", f"residual std grows from {before:.3g} to {std:.3g}", std / before, EXPLOSION)
         before = std
-
-
-# Layout probes -------------------------------------------------------------------------------------------------------
-
-
-def reordered(rows, key, value, order):
-    """A tensor whose row blocks stand in `order` (say "kqv"), with its blocks back in the order q, k, v."""
-    sizes = {"q": key, "k": key, "v": value}
-    starts, at = {}, 0
-    for block in order:
-        starts[block], at = at, at + sizes[block]
-    return np.concatenate([rows[starts[block]:starts[block] + sizes[block]] for block in "qkv"])
-
-
-def probe_orders(model, sequences, stored_loss, sizes, thorough, tick=lambda: None):
-    """Runs the model with the q, k, v blocks of in_proj_qkv (and of conv1d with it) taken to be in another order, in
-    every layer and in each: where the loss falls clearly, that is the order in which they were written."""
-    layers = [i for i, kind in enumerate(model.layer_types) if kind == "linear_attention"]
-    orders = ["kqv"] + (["qvk", "vqk", "kvq", "vkq"] if thorough else [])
-
-    def loss_with(order, tensors, chosen):
-        weights = {}
-        for i, tensor in itertools.product(chosen, tensors):
-            name = f"layers.{i}.linear_attn.{tensor}.weight"
-            stored = model.checkpoint.read(model.names.of[name])
-            weights[name] = reordered(stored, sizes.key_dim, sizes.value_dim, order)
-        with np.errstate(all="ignore"):
-            found = loss(model.forward(sequences, weights=weights), sequences)
-        tick()
-        return float(found) if np.isfinite(found) else math.inf
-
-    best, chosen, how = stored_loss - LOSS_FALLS, (), None
-    for order, tensors in itertools.product(orders, (("in_proj_qkv",), ("in_proj_qkv", "conv1d"))):
-        found, layers_changed = _choose_layers(layers, lambda some: loss_with(order, tensors, some))
-        if found < best:
-            best, chosen, how = found, layers_changed, (order, tensors)
-    for i, tensor in itertools.product(chosen, how[1] if how else ()):
-        yield Finding("layout-order", model.names.of[f"layers.{i}.linear_attn.{tensor}.weight"],
-                      f"read as {', '.join(how[0])} instead of q, k, v the loss falls from {stored_loss:.3f} to {best:.3f}",
-                      stored_loss - best, LOSS_FALLS)
-
-
-def probe_norms(model, sequences, stored_loss, tick=lambda: None):
-    """Runs the model with one taken off the norm weights that are offsets from one: where the loss falls clearly, a
-    converter had added it already."""
-    offsets = [name for name in model.names.of if NORM.search(name) and not name.endswith("linear_attn.norm.weight")]
-    groups = [offsets, [name for name in offsets if "layernorm" in name]]
-    best, chosen = stored_loss - LOSS_FALLS, ()
-    for group in groups:
-        weights = {name: model.checkpoint.read(model.names.of[name]).astype(np.float32) - 1 for name in group}
-        with np.errstate(all="ignore"):
-            found = loss(model.forward(sequences, weights=weights), sequences)
-        tick()
-        if found < best:
-            best, chosen = found, group
-    for name in chosen:
-        mean = float(model.checkpoint.read(model.names.of[name]).astype(np.float32).mean())
-        yield Finding("norm-shifted", model.names.of[name],
-                      f"mean {mean:.3f}; with one taken off all of them the loss falls from {stored_loss:.3f} to {best:.3f}",
-                      stored_loss - best, LOSS_FALLS)
-
-
-def _choose_layers(layers, loss_with):
-    """(loss, layers) of the best set found: from all layers or the best single one, a layer enters or leaves while that
-    lowers the loss; one whose order hardly matters stays out."""
-    losses = {some: loss_with(some) for some in [tuple(layers)] + [(i,) for i in layers]}
-    now = min(losses, key=losses.get)
-    for _ in range(2):
-        for i in layers:
-            other = tuple(sorted(set(now) ^ {i}))
-            if not other:
-                continue
-            if other not in losses:
-                losses[other] = loss_with(other)
-            margin = LOSS_FALLS / 5 if len(other) > len(now) else -LOSS_FALLS / 5
-            if losses[other] < losses[now] - margin:
-                now = other
-        if len(now) == 1:
-            break
-    return losses[now], now

@@ -42,10 +42,14 @@ def _shown(text, width=64):
     return text if len(text) <= width else text[:width - 3] + "..."
 
 
+def _number(value):
+    return "-" if value is None else f"{value:.2f}"
+
+
 def _prediction(row):
     top = "  ".join(f"{_shown(repr(t['text']), 12)} {t['p']:.2f}" for t in row["top5"])
     return Text(f"prompt        {_shown(row['prompt'])}\n"
-                f"  perplexity  {row['perplexity']:.2f}   entropy ratio {row['entropy_ratio']:.3f}   next: {top}\n"
+                f"  perplexity  {_number(row['perplexity'])}   entropy ratio {row['entropy_ratio']:.3f}   next: {top}\n"
                 f"  continues   {_shown(row['continuation'], 90)}")
 
 

@@ -1,0 +1,155 @@
+"""Layout probes: would the model predict better if a tensor were read in another way?
+
+q and k blocks have one shape and one distribution, and a norm weight stored as an offset looks like one stored plain, so
+the only evidence is what the model predicts. A Reading is another way to read some tensors; it counts when the loss of
+the prompts falls by LOSS_FALLS and by SURE standard errors of the paired difference over the tokens. A healthy model
+loses by every other reading, so a threshold on the gain needs no reference model.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .findings import Finding
+from .forward import token_losses
+
+LOSS_FALLS = 0.02  # nats a token
+SURE = 3.0  # standard errors of the mean difference
+ORDERS = ("kqv", "qvk", "vqk", "kvq", "vkq")
+SUSPICIOUS_MEAN = 0.45  # mean of an offset norm weight from which reading it as shifted is tried
+MOST_NORMS = 8  # single norm weights that are tried
+
+
+class Reading(NamedTuple):
+    """Tensors of one layer (None: of the whole model), read by `change`; `says` ends the sentence "read ..."."""
+
+    code: str
+    layer: int | None
+    names: tuple
+    change: object
+    says: str
+
+
+class Probe:
+    """Runs a model with readings and compares the losses token by token."""
+
+    def __init__(self, model, sequences, tick=lambda: None):
+        self.model, self.sequences, self.tick = model, sequences, tick
+
+    def losses(self, readings=()):
+        """Negative log likelihood of every token but each prompt's first."""
+        weights = {}
+        for reading in readings:
+            for name in reading.names:
+                weights[name] = reading.change(self.model.weight(name, weights))
+        with np.errstate(all="ignore"):
+            losses = token_losses(self.model.forward(self.sequences, weights=weights), self.sequences)
+        self.tick()
+        return losses
+
+
+def gain_of(before, after):
+    """(mean fall of the loss, whether it is beyond chance)."""
+    fall = before - after
+    if len(fall) < 2 or not np.isfinite(fall).all():
+        return 0.0, False
+    mean = float(fall.mean())
+    return mean, mean > LOSS_FALLS and mean > SURE * float(fall.std(ddof=1)) / len(fall) ** 0.5
+
+
+def reordered(rows, key, value, order):
+    """A tensor whose row blocks stand in `order` (say "kqv"), with its blocks back in the order q, k, v."""
+    sizes = {"q": key, "k": key, "v": value}
+    starts, at = {}, 0
+    for block in order:
+        starts[block], at = at, at + sizes[block]
+    return np.concatenate([rows[starts[block]:starts[block] + sizes[block]] for block in "qkv"])
+
+
+def search(probe, before, groups, whole_only=False):
+    """Chosen readings, in order of their gain: [(reading, gain)].
+
+    groups: lists of Readings of one kind over several layers. A round tries every whole group and every single reading on
+    top of what was chosen; of a whole group only the layers that gain by it are kept. Of readings that do equally well the
+    first is taken. The next round tries what did well, and the rest of the chosen group.
+    """
+    chosen, parts = [], []
+    for group in groups:
+        singles = [] if whole_only and len(group) > 1 else [[reading] for reading in group]
+        parts += [(group, part) for part in singles + ([group] if len(group) > 1 else [])]
+    while parts:
+        so_far = [reading for reading, _ in chosen]
+        tried = [(group, part, probe.losses([*so_far, *part])) for group, part in parts]
+        better = [(group, part, after, gain) for group, part, after in tried
+                  for gain, sure in [gain_of(before, after)] if sure]
+        if not better:
+            break
+        most = max(gain for *_, gain in better)
+        home, part, after, gain = next(entry for entry in better if entry[3] > most - LOSS_FALLS / 2)
+        if not whole_only:
+            part, after = _needed(probe, so_far, part, after)
+        chosen += [(reading, gain) for reading in part]
+        before = after
+        used = {name for reading, _ in chosen for name in reading.names}
+        parts = [(group, part) for group, part in parts if not used & {name for r in part for name in r.names}
+                 and (group is home or any(part is entry[1] for entry in better))]
+    return chosen
+
+
+def _needed(probe, so_far, part, after):
+    """(the readings of a part without which the loss is higher, the losses with them)."""
+    for reading in list(part) if len(part) > 1 else []:
+        rest = [r for r in part if r is not reading]
+        without = probe.losses([*so_far, *rest])
+        if rest and gain_of(without, after)[0] < LOSS_FALLS / 4:
+            part, after = rest, without
+    return part, after
+
+
+def order_groups(model, sizes, orders):
+    """Other orders of the q, k, v blocks: in in_proj_qkv, in conv1d, or in both alike; one group each."""
+    layers = [i for i, kind in enumerate(model.layer_types) if kind == "linear_attention"]
+    for order in orders:
+        def change(rows, order=order):
+            return reordered(rows, sizes.key_dim, sizes.value_dim, order)
+
+        for tensors in (("in_proj_qkv",), ("conv1d",), ("in_proj_qkv", "conv1d")):
+            yield [Reading("layout-order", i, tuple(f"layers.{i}.linear_attn.{t}.weight" for t in tensors), change,
+                           f"as {', '.join(order)} instead of q, k, v") for i in layers]
+
+
+def _minus_one(w):
+    return np.asarray(w, np.float32) - 1
+
+
+def _plus_one(w):
+    return np.asarray(w, np.float32) + 1
+
+
+def norm_groups(model, statistics):
+    """Norm weights that were shifted: all layer norms, all of them, the single suspicious ones; the gated norms."""
+    offset = [name for name in model.names.of if name.endswith("norm.weight") and "linear_attn" not in name]
+    gated = [name for name in model.names.of if name.endswith("linear_attn.norm.weight")]
+    mean = {name: statistics[model.names.of[name]].mean for name in offset + gated}
+    suspicious = sorted((n for n in offset if mean[n] > SUSPICIOUS_MEAN), key=lambda n: -mean[n])[:MOST_NORMS]
+    if np.median([mean[n] for n in offset]) > SUSPICIOUS_MEAN / 2:
+        yield [_norm(offset)]
+        yield [_norm([n for n in offset if "layernorm" in n])]
+    yield from ([_norm([n])] for n in suspicious)
+    unshifted = [n for n in gated if mean[n] < SUSPICIOUS_MEAN]
+    if unshifted:
+        yield [Reading("norm-unshifted", None, tuple(unshifted), _plus_one, "with one added")]
+
+
+def _norm(names):
+    return Reading("norm-shifted", None, tuple(names), _minus_one, "with one subtracted")
+
+
+def examine_layout(probe, before, groups, known=frozenset(), whole_only=False):
+    """Findings of a search. `known`: (code, stored name) that are found already."""
+    names = probe.model.names.of
+    for reading, gain in search(probe, before, [group for group in groups if group], whole_only):
+        for name in reading.names:
+            if (reading.code, names[name]) not in known:
+                text = f"read {reading.says} the prompts' loss falls by {gain:.3f} nats a token"
+                yield Finding(reading.code, names[name], text, gain, LOSS_FALLS)
