@@ -218,3 +218,9 @@ def test_fla_packed_grid(N, T, D, W, act, rng):
         want = (torch.nn.functional.silu(want) if act else want)[0].T
         got = y[0, first:end]
         assert ((got - want).pow(2).mean().sqrt() / (want.pow(2).mean().sqrt() + 1e-8)) < 1e-3
+
+
+def test_a_state_that_is_no_tensor_is_named():
+    x = np.zeros((1, 3, 2), np.float32)
+    with pytest.raises(TypeError, match="causal_conv1d: initial_state is list"):
+        fidelta.causal_conv1d(x, np.zeros((2, 4), np.float32), initial_state=[1], return_state=True)

@@ -37,6 +37,25 @@ def test_the_first_divergence_is_found(inputs):
     assert result.map.shape == (150, 3) and result.map[129, 2] < 1e-5 < result.map[130, 2] and np.isinf(result.map[140, 1])
 
 
+def test_the_first_diverging_index_of_an_op_without_time(rng):
+    x = rng.standard_normal((4, 5, 8)).astype(F32)
+
+    def row(x):
+        y = fidelta.l2norm(x)
+        y[2, 3] = np.nan
+        return y
+
+    wrong = {"nan": lambda x: np.full_like(x, np.nan), "inf": lambda x: np.full_like(x, np.inf), "row": row,
+             "minus": lambda x: -fidelta.l2norm(x)}
+    report = fidelta.compare("l2norm", {**wrong, "fidelta": "fidelta"}, {"x": x}, repeat=1)
+    found = {name: report[name].first and report[name].first["index"] for name in report.results}
+    assert found == {"nan": [0, 0, 0], "inf": [0, 0, 0], "row": [2, 3, 0], "minus": [0, 0, 0], "fidelta": None}
+    assert all(np.isnan(report[name].outputs["y"].cosine) for name in ("nan", "inf", "row"))
+    assert report["minus"].outputs["y"].cosine == pytest.approx(-1) and report["fidelta"].ok
+    assert not any(report[name].ok for name in wrong)
+    assert "index [2, 3, 0]" in str(report) and " nan " in str(report)
+
+
 def test_packed_sequences_count_their_own_tokens(rng):
     x = {**delta_inputs(rng, T=150, H=1, HV=1, K=8, V=8), "cu_seqlens": np.array([0, 10, 10, 150])}
 

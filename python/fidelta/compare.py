@@ -30,7 +30,7 @@ class Difference:
 
     rms: float      # root mean square of the difference over that of the reference
     max: float      # largest absolute difference
-    cosine: float   # of the angle between the two, over all elements
+    cosine: float   # of the angle between the two, over all elements; NaN when the result is not finite
     nan: int
     inf: int
     tolerance: float
@@ -46,7 +46,7 @@ class Result:
 
     outputs: dict = field(default_factory=dict)  # name -> Difference
     stages: dict = field(default_factory=dict)   # name -> Difference, in the order they are computed
-    first: dict = None                           # of the first output: row, sequence, token (in it), head, chunk; None: nowhere
+    first: dict = None                           # of the first output: row, sequence, token (in it), head, chunk; or index; None: nowhere
     first_stage: str = None
     seconds: float = None                        # median
     failure: str = None                          # the exception, when it could not run
@@ -124,7 +124,9 @@ def _place(result):
     parts = []
     if result.first_stage:
         parts.append(f"stage {result.first_stage}")
-    if result.first is not None:
+    if result.first is not None and "index" in result.first:
+        parts.append(f"index {result.first['index']}")
+    elif result.first is not None:
         parts.append("sequence {sequence}, token {token}, head {head} (chunk {chunk})".format(**result.first))
     return "; ".join(parts) or "none"
 
@@ -218,7 +220,7 @@ def _difference(got, want, tolerance):
     scale = np.linalg.norm(a) * np.linalg.norm(b)
     return Difference(rms=float(np.nan_to_num(rms / max(size, 1e-30), nan=np.inf)),
                       max=float(np.nan_to_num(np.abs(delta).max(initial=0), nan=np.inf)),
-                      cosine=float(a @ b / scale) if scale else 1.0, nan=nan, inf=inf, tolerance=tolerance)
+                      cosine=float(a @ b / scale if scale else 1.0) if np.isfinite(got).all() else float("nan"), nan=nan, inf=inf, tolerance=tolerance)
 
 
 def _by_token(got, want, op, inputs):
@@ -235,6 +237,17 @@ def _by_token(got, want, op, inputs):
     usual = np.sqrt(np.mean(size[np.isfinite(size)] ** 2)) if size.size else 0.0
     error = delta / np.maximum(np.maximum(size, usual), 1e-30)
     return np.where(np.isnan(error), np.inf, error)
+
+
+def _first_index(got, want, tolerance):
+    """Where an output without time first leaves the reference: its first element in C order that is wrong or NaN."""
+    size = np.abs(want)
+    finite = size[np.isfinite(size)]
+    usual = np.sqrt(np.mean(finite * finite)) if finite.size else 0.0
+    with np.errstate(invalid="ignore"):
+        near = np.abs(got - want) <= tolerance * np.maximum(np.maximum(size, usual), 1e-30)
+    beyond = np.argwhere(~np.where(np.isfinite(got) & np.isfinite(want), near, got == want))
+    return {"index": beyond[0].tolist()} if len(beyond) else None
 
 
 def _first(error, tolerance, inputs):
@@ -376,6 +389,8 @@ def _judge(label, function, op, inputs, wanted, stages, tolerance, repeat):
             if error is not None:
                 result.first = _first(error, limit, inputs)
                 result.map = error.max(0, initial=0)
+            elif number == 0:
+                result.first = _first_index(got, want, limit)
         result.stages = _stage_differences({**own_stages, **stages}, op, inputs, tolerance)
         result.first_stage = next((name for name, d in result.stages.items() if not d.ok), None)
     except Exception as problem:  # a foreign function may fail in any way; that is a finding

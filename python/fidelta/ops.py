@@ -192,8 +192,8 @@ def causal_conv1d(x, weight, *, bias=None, activation="none", layout="btd", init
     if return_state and final_state is None and write_slots is None:
         channels = _extent(x, 1 if layout == "bdt" else 2)
         columns = _extent(weight, 1) - 1 if initial_state is None else _extent(initial_state, 2)
-        final_state = _empty(x if initial_state is None else initial_state,
-                             (_sequences(x, cu_seqlens), channels, max(columns, 0)), None, "causal_conv1d", "x")
+        like, name = (x, "x") if initial_state is None else (initial_state, "initial_state")
+        final_state = _empty(like, (_sequences(x, cu_seqlens), channels, max(columns, 0)), None, "causal_conv1d", name)
     _core.causal_conv1d(x, weight, bias, cu_seqlens, token_range, initial_state, read_slots, has_initial_state,
                         write_slots, final_state, out, pad_slot, check_values, activation, layout, rounding,
                         num_threads, variant)
