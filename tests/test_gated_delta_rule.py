@@ -486,3 +486,14 @@ def test_which_path_names_each_variant(rng):
         assert fidelta.which_path(fidelta.gated_delta_rule, **x, variant=name) == f"cpu/{name}"
     with pytest.raises(ValueError, match="which_path: op is 'gated'"):
         fidelta.which_path("gated", **x)
+
+
+@pytest.mark.parametrize("name, bad, error", [
+    ("cu_seqlens", np.array([0, 2**40]), ValueError), ("cu_seqlens", [0, 70], TypeError), ("cu_seqlens", np.array([0, 70.0]), ValueError),
+    ("cu_seqlens", np.array(70), ValueError), ("token_range", np.array([0, 70]), ValueError),
+    ("token_range", np.array([[0, 2**40]]), ValueError), ("snapshot_every", 1.0, TypeError),
+    ("snapshot_every", "1", TypeError), ("snapshot_every", True, TypeError)])
+def test_bad_snapshot_tables_are_refused_at_once(rng, name, bad, error):
+    x = {**delta_inputs(rng, T=70, H=1, HV=1, K=8, V=8), "snapshot_every": 1, name: bad}
+    with pytest.raises(error, match=f"gated_delta_rule: {name} "):
+        fidelta.gated_delta_rule(**x)

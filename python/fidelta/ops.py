@@ -63,8 +63,15 @@ def _state_shape(count, k, v, state_layout):
 
 def _snapshot_table(every, q, cu_seqlens, token_range, read_slots, pad_slot):
     """int64 [P, 2]: (sequence, tokens) at every multiple of `every` chunks that a sequence reaches. Reads the host values."""
+    if isinstance(every, bool) or not isinstance(every, (int, np.integer)):
+        raise TypeError(f"gated_delta_rule: snapshot_every is {type(every).__name__}; expected int")
     if every < 1:
         raise ValueError(f"gated_delta_rule: snapshot_every is {every}; expected at least 1 (chunk of {CHUNK} tokens)")
+    for name, x, axes in (("cu_seqlens", cu_seqlens, 1), ("token_range", token_range, 2), ("read_slots", read_slots, 1)):
+        if x is not None and not (hasattr(x, "tolist") and hasattr(x, "shape")):
+            raise TypeError(f"gated_delta_rule: {name} is {type(x).__name__}; expected a tensor")
+        if x is not None and (len(x.shape) != axes or axes == 2 and x.shape[1] != 2):
+            raise _core.ShapeError(f"gated_delta_rule: {name} has shape {list(x.shape)}; expected [{('N', 'B, 2')[axes - 1]}]")
     if cu_seqlens is not None:
         ends = cu_seqlens.tolist()
         lengths = [end - first for first, end in zip(ends, ends[1:])]
@@ -72,9 +79,16 @@ def _snapshot_table(every, q, cu_seqlens, token_range, read_slots, pad_slot):
         lengths = [end - first for first, end in token_range.tolist()]
     else:
         lengths = [_extent(q, 1)] * _extent(q, 0)
+    if not all(isinstance(length, int) for length in lengths):
+        name = "token_range" if cu_seqlens is None else "cu_seqlens"
+        raise _core.DTypeError(f"gated_delta_rule: {name} holds no integers; expected int32 or int64")
+    longest = max(lengths, default=0)
+    if longest > _extent(q, 1):  # never so many rows as a wrong number asks for
+        name = "token_range" if cu_seqlens is None else "cu_seqlens"
+        raise ValueError(f"gated_delta_rule: {name} has a sequence of {longest} tokens; q has {_extent(q, 1)}")
     slots = [None] * len(lengths) if read_slots is None else read_slots.tolist()
-    step = every * CHUNK
-    rows = [(n, tokens) for n, (length, slot) in enumerate(zip(lengths, slots)) if slot != pad_slot
+    step = int(every) * CHUNK
+    rows = [(n, tokens) for n, (length, slot) in enumerate(zip(lengths, slots)) if slot is None or slot != pad_slot
             for tokens in range(step, length + 1, step)]
     return np.array(rows, np.int64).reshape(-1, 2)
 
