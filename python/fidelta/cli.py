@@ -11,8 +11,8 @@ EXIT_CODES = "exit code: 0 healthy, 1 findings, 2 could not run, 130 interrupted
 
 def main(argv=None):
     """Runs the command line; returns the exit code."""
-    arguments = _parser().parse_args(argv)
     try:
+        arguments = _parser().parse_args(argv)
         return arguments.run(arguments)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -20,6 +20,9 @@ def main(argv=None):
     except BrokenPipeError:  # the reader of our output has gone: `fidelta doctor ... | head`
         sys.stderr.close()
         return 1
+    except ImportError as error:
+        print(f"fidelta: {error}", file=sys.stderr)
+        return 2
 
 
 def _parser():
@@ -33,11 +36,11 @@ def _parser():
                                  description="Reads a checkpoint's config and tensors, runs prompts through fidelta's own kernels, "
                                  "and names what is wrong: the tensor, the number and the mend.")
     doctor.add_argument("path", metavar="PATH", help="the checkpoint's folder (config.json, *.safetensors, tokenizer.json)")
-    doctor.add_argument("--prompt", action="append", metavar="TEXT", help="a text to try; may be given several times (default: five built-in texts)")
+    doctor.add_argument("--prompt", action="append", metavar="TEXT", help="a text to predict from; may be given several times (default: the five built-in texts, on which the judgement rests)")
     doctor.add_argument("--json", metavar="FILE", help="also write everything as JSON; - writes it to stdout instead of the report")
     doctor.add_argument("--max-memory", type=_size, metavar="SIZE", help="refuse to start when more is needed, such as 4G or 512M")
     doctor.add_argument("--max-new-tokens", type=_count, default=32, metavar="N", help="length of the greedy continuation (default 32)")
-    doctor.add_argument("--threads", type=_count, default=0, metavar="N", help="threads of the kernels (default: all cores)")
+    doctor.add_argument("--threads", type=_threads, default=0, metavar="N", help="threads of the kernels (default: all cores)")
     doctor.add_argument("--all", action="store_true", help="also try the rarer orders of q, k and v when nothing looks wrong")
     doctor.set_defaults(run=_doctor)
     return parser
@@ -46,6 +49,12 @@ def _parser():
 def _count(text):
     if not re.fullmatch(r"\d{1,6}", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def _threads(text):
+    if not 1 <= _count(text) <= 256:
+        raise argparse.ArgumentTypeError(f"{text} threads; expected 1 .. 256")
     return int(text)
 
 
