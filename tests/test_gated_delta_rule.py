@@ -489,7 +489,8 @@ def test_which_path_names_each_variant(rng):
 
 
 @pytest.mark.parametrize("name, bad, error", [
-    ("cu_seqlens", np.array([0, 2**40]), ValueError), ("cu_seqlens", [0, 70], TypeError), ("cu_seqlens", np.array([0, 70.0]), ValueError),
+    ("cu_seqlens", np.array([0, 2**40]), ValueError), ("cu_seqlens", [0, 70], TypeError),
+    ("cu_seqlens", np.array([0, 70.0]), ValueError),
     ("cu_seqlens", np.array(70), ValueError), ("token_range", np.array([0, 70]), ValueError),
     ("token_range", np.array([[0, 2**40]]), ValueError), ("snapshot_every", 1.0, TypeError),
     ("snapshot_every", "1", TypeError), ("snapshot_every", True, TypeError)])

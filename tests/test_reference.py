@@ -181,3 +181,10 @@ def test_rounding_hf_rounds_beta_to_its_dtype(rng):
     zeros = t(np.zeros(2))
     assert np.array_equal(reference.gdn_gate(b, b, zeros, zeros, rounding="hf")[1], f64(b.double().sigmoid().bfloat16()))
     assert not np.array_equal(reference.gdn_gate(b, b, zeros, zeros)[1], f64(b.double().sigmoid().bfloat16()))
+
+
+@pytest.mark.parametrize("op", [op for op in reference.CHOICES if reference.CHOICES[op]])
+def test_unknown_choices_are_refused(op):
+    for name in reference.CHOICES[op]:
+        with pytest.raises(ValueError, match=f"{op}: {name} is 'junk'; expected "):
+            getattr(reference, op)(**{name: "junk"})

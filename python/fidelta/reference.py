@@ -7,9 +7,32 @@ what is returned is always the unrounded float64. out_dtype, state_dtype, check_
 accepted and change nothing. Formulas and equation numbers: docs/algorithms.
 """
 
+import functools
+
 import numpy as np
 
+from . import _core
+
 CHUNK = 64
+
+CHOICES = {op: {row["name"]: row["values"].split("|") for row in form["rows"] if row["kind"] == "CHOICE"}
+           for op, form in _core.formats().items()}
+
+
+def _checked(function):
+    """The op, refusing a choice that is none of its values."""
+    op = function.__name__
+    choices = CHOICES[op.removesuffix("_stages")]
+
+    @functools.wraps(function)
+    def checked(*args, **kwargs):
+        for name, values in choices.items():
+            if name in kwargs and kwargs[name] not in values:
+                expected = " or ".join(f'"{value}"' for value in values)
+                raise ValueError(f"{op}: {name} is {kwargs[name]!r}; expected {expected}")
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def _f64(x):
@@ -118,6 +141,7 @@ def _kv(states, state_layout):
     return states if states is None or state_layout == "kv" else np.swapaxes(states, -1, -2)
 
 
+@_checked
 def gated_delta_rule(q, k, v, g, beta, *, gate="log", beta_kind="value", A_log=None, dt_bias=None, scale=None,
                      qk_l2norm=False, head_map="grouped", initial_state=None, state_layout="kv", cu_seqlens=None,
                      return_state=False, out=None, token_range=None, read_slots=None, has_initial_state=None,
@@ -170,6 +194,7 @@ def _columns(slots):
     return slots[:, None] if slots.ndim == 1 else slots
 
 
+@_checked
 def gated_delta_rule_step(q, k, v, g, beta, state, *, gate="log", beta_kind="value", A_log=None, dt_bias=None, scale=None,
                           qk_l2norm=False, head_map="grouped", state_layout="kv", cu_seqlens=None, token_range=None,
                           read_slots=None, accepted=None, has_initial_state=None, write_slots=None, token_states=None,
@@ -212,6 +237,7 @@ def gated_delta_rule_step(q, k, v, g, beta, state, *, gate="log", beta_kind="val
     return (o, _kv(after, state_layout)) if return_token_states or token_states is not None else o
 
 
+@_checked
 def gated_delta_rule_stages(q, k, v, g, beta, *, gate="log", beta_kind="value", A_log=None, dt_bias=None, scale=None,
                             qk_l2norm=False, head_map="grouped", initial_state=None, state_layout="kv", cu_seqlens=None,
                             token_range=None, read_slots=None, has_initial_state=None, l2norm_eps=1e-6, pad_slot=-1,
@@ -283,6 +309,7 @@ def _convolve(history, x, weight, bias, activation, rounding, like):
     return _silu(y) if activation == "silu" else y
 
 
+@_checked
 def causal_conv1d(x, weight, *, bias=None, activation="none", layout="btd", initial_state=None, return_state=False,
                   cu_seqlens=None, out=None, token_range=None, read_slots=None, has_initial_state=None, write_slots=None,
                   final_state=None, out_dtype=None, pad_slot=-1, rounding="float32", check_values=True, num_threads=None,
@@ -313,6 +340,7 @@ def causal_conv1d(x, weight, *, bias=None, activation="none", layout="btd", init
     return (y, final) if return_state or final_state is not None else y
 
 
+@_checked
 def causal_conv1d_step(x, weight, state, *, bias=None, activation="none", layout="btd", history="linear", positions=None,
                        offsets=None, cu_seqlens=None, token_range=None, read_slots=None, write_slots=None,
                        has_initial_state=None, out=None, out_dtype=None, pad_slot=-1, rounding="float32",
@@ -352,6 +380,7 @@ def causal_conv1d_step(x, weight, state, *, bias=None, activation="none", layout
     return y
 
 
+@_checked
 def gdn_gate(a, b, A_log, dt_bias, *, rounding="float32", g_out=None, beta_out=None, num_threads=None, variant=None):
     """g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b). Arguments and results: fidelta.gdn_gate."""
     g = -np.exp(_f64(A_log)) * _softplus(_f64(a) + _f64(dt_bias))
@@ -363,6 +392,7 @@ def gdn_gate(a, b, A_log, dt_bias, *, rounding="float32", g_out=None, beta_out=N
     return g, beta
 
 
+@_checked
 def l2norm(x, *, eps=1e-6, out=None, out_dtype=None, num_threads=None, variant=None):
     """y = x / sqrt(sum x^2 + eps). Arguments and results: fidelta.l2norm."""
     y = _l2(_f64(x), eps)
@@ -374,6 +404,7 @@ def _rms(x, eps):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
 
 
+@_checked
 def rms_norm(x, weight, *, eps=1e-6, weight_kind="w", out=None, out_dtype=None, num_threads=None, variant=None):
     """y = x / sqrt(mean x^2 + eps) times the weight. Arguments and results: fidelta.rms_norm."""
     y = _rms(_f64(x), eps) * (_f64(weight) + (weight_kind == "1+w"))
@@ -381,6 +412,7 @@ def rms_norm(x, weight, *, eps=1e-6, weight_kind="w", out=None, out_dtype=None, 
     return y
 
 
+@_checked
 def rms_norm_gated(x, z, weight, *, eps=1e-6, activation="silu", out=None, out_dtype=None, num_threads=None,
                    variant=None):
     """y = x / sqrt(mean x^2 + eps) times the weight times act(z). Arguments and results: fidelta.rms_norm_gated."""
@@ -390,6 +422,7 @@ def rms_norm_gated(x, z, weight, *, eps=1e-6, activation="silu", out=None, out_d
     return y
 
 
+@_checked
 def linear(x, weight, *, bias=None, out=None, out_dtype=None, num_threads=None, variant=None):
     """y = x weight' + bias. Arguments and results: fidelta.linear."""
     y = _f64(x) @ _f64(weight).T
