@@ -35,17 +35,23 @@ class Probe:
 
     def __init__(self, model, sequences, tick=lambda: None):
         self.model, self.sequences, self.tick = model, sequences, tick
+        self.few = sequences[::3]  # two of the five prompts: enough to see that a reading is hopeless
 
-    def losses(self, readings=()):
+    def losses(self, readings=(), few=False):
         """Negative log likelihood of every token but each prompt's first."""
-        weights = {}
+        weights, sequences = {}, self.few if few else self.sequences
         for reading in readings:
             for name in reading.names:
                 weights[name] = reading.change(self.model.weight(name, weights))
         with np.errstate(all="ignore"):
-            losses = token_losses(self.model.forward(self.sequences, weights=weights), self.sequences)
+            losses = token_losses(self.model.forward(sequences, weights=weights), sequences)
         self.tick()
         return losses
+
+    def hopeful(self, so_far, parts):
+        """Those of [(group, part)] that do not raise the loss of a few prompts."""
+        before = self.losses(so_far, few=True)
+        return [entry for entry in parts if gain_of(before, self.losses([*so_far, *entry[1]], few=True))[0] > 0]
 
 
 def gain_of(before, after):
@@ -79,7 +85,7 @@ def search(probe, before, groups, whole_only=False):
         parts += [(group, part) for part in singles + ([group] if len(group) > 1 else [])]
     while parts:
         so_far = [reading for reading, _ in chosen]
-        tried = [(group, part, probe.losses([*so_far, *part])) for group, part in parts]
+        tried = [(group, part, probe.losses([*so_far, *part])) for group, part in probe.hopeful(so_far, parts)]
         better = [(group, part, after, gain) for group, part, after in tried
                   for gain, sure in [gain_of(before, after)] if sure]
         if not better:

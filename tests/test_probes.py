@@ -1,0 +1,73 @@
+"""Layout probes: what is found, and that chance is not."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from fidelta.cli import main
+from fidelta.doctor import examine, probes
+
+TINY = Path(__file__).parent.parent / "examples" / "tiny-qwen3_5"
+GDN = "model.language_model.layers.{}.linear_attn.{}.weight"
+
+
+def changed(path, change):
+    """A copy of the tiny checkpoint at `path` whose tensors went through `change(tensors)`."""
+    shutil.copytree(TINY, path, ignore=shutil.ignore_patterns("reference.npz"))
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    dense = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
+    save_file(dense, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize("prompt", ["a", "x = ", "zebra", "hello wrld qq", "123 456"])
+def test_a_short_prompt_raises_no_alarm(prompt):
+    examination = examine(TINY, prompts=[prompt], max_new_tokens=1)
+    assert not examination.findings and (examination.loss is None) == (len(prompt) == 1)
+
+
+def test_a_lone_token_has_no_loss(capsys):
+    assert main(["doctor", str(TINY), "--prompt", "a", "--max-new-tokens", "1", "--json", "-"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["loss"] is None and told["predictions"][0]["perplexity"] is None
+    assert main(["doctor", str(TINY), "--prompt", "a", "--max-new-tokens", "1"]) == 0
+
+
+def test_filters_exchanged_alone(tmp_path):
+    """Rows of conv1d in the order k, q, v while in_proj_qkv keeps q, k, v."""
+
+    def change(tensors):
+        w = tensors[GDN.format(2, "conv1d")]
+        tensors[GDN.format(2, "conv1d")] = np.concatenate([w[256:512], w[:256], w[512:]])
+
+    findings = examine(changed(tmp_path / "copy", change), max_new_tokens=0).findings
+    assert {(f.code, f.where) for f in findings} == {("layout-order", GDN.format(2, "conv1d"))}
+
+
+@pytest.mark.parametrize("config", [{"num_experts": 4}, {"model_type": "qwen3_5_moe_text"}, {"hidden_act": "gelu"}])
+def test_unsupported_models_cannot_run(config, tmp_path, capsys):
+    path = changed(tmp_path / "copy", lambda tensors: None)
+    told = json.loads((path / "config.json").read_text())
+    told["text_config"].update(config)
+    (path / "config.json").write_text(json.dumps(told))
+    assert main(["doctor", str(path)]) == 2
+    assert "not supported" in capsys.readouterr().err
+
+
+def test_gain_must_be_beyond_chance():
+    rng = np.random.default_rng(1)
+    before = rng.exponential(size=400)
+    assert not probes.gain_of(before, before + rng.normal(0, 1, 400))[1]
+    assert probes.gain_of(before, before - 0.2 + rng.normal(0, 0.5, 400))[1]
+    assert probes.gain_of(before, np.full(400, np.nan)) == (0.0, False)
+    assert probes.gain_of(before[:1], before[:1] - 1) == (0.0, False)
+
+
+def test_reordered():
+    rows = np.array(["k0", "k1", "v0", "v1", "v2", "q0", "q1"])
+    assert probes.reordered(rows, 2, 3, "kvq").tolist() == ["q0", "q1", "k0", "k1", "v0", "v1", "v2"]
