@@ -748,11 +748,18 @@ def test_choice(op, row):
     e.run(**{row["name"]: None})
 
 
+class Two:
+    def __index__(self):
+        return 2
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_threads_and_variant(op):
     e = Example(op)
-    for value in (0, -1, 4097):
-        e.refused(ValueError, f"num_threads is {value}; expected 1 .. 4096", num_threads=value)
+    for value in (0, -1, 257):
+        e.refused(ValueError, f"num_threads is {value}; expected 1 .. 256", num_threads=value)
+    e.refused(TypeError, "num_threads is a bool; expected an int", num_threads=True)
+    e.run(num_threads=Two())
     e.refused(TypeError, "num_threads is a float; expected an int", num_threads=1.0)
     e.refused(TypeError, "variant is a int; expected a str", variant=1)
     runnable = ", ".join(f'"{name}"' for name, runs in _core.kernels()[op] if runs)
@@ -778,9 +785,11 @@ def test_num_threads():
     assert before >= 1
     _core.set_num_threads(3)
     assert _core.get_num_threads() == 3
+    _core.set_num_threads(Two())
+    assert _core.get_num_threads() == 2
     _core.set_num_threads(0)
     assert _core.get_num_threads() == before
-    for wrong, exception in ((-1, ValueError), (5000, ValueError), (1.0, TypeError), (True, TypeError)):
+    for wrong, exception in ((-1, ValueError), (257, ValueError), (2**70, ValueError), (1.0, TypeError), (True, TypeError)):
         with pytest.raises(exception):
             _core.set_num_threads(wrong)
 

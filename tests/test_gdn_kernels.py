@@ -129,6 +129,17 @@ def test_prefill_real_model(variant, rng):
     contract(final, want_state)
 
 
+@pytest.mark.parametrize("size, eps", ((1e19, 1e-6), (1e36, 1e-6), (1e-25, 0.0), (1e-25, 1e-6)))
+@each_variant("gated_delta_rule")
+def test_prefill_l2norm_of_any_size(variant, size, eps, rng):
+    made = delta_inputs(rng, T=70, H=1, HV=2, K=64, V=32)
+    made.update(q=made["q"] * np.float32(size), k=made["k"] * np.float32(size), qk_l2norm=True, l2norm_eps=eps)
+    want_o, want_state = oracle(made)
+    o, final, _ = prefill(made, variant=variant)
+    contract(o, want_o)
+    contract(final, want_state)
+
+
 @pytest.mark.parametrize("dtype", (F32, BF16, F16))
 @pytest.mark.parametrize("gate", ("log", "factor", "raw"))
 @pytest.mark.parametrize("beta_kind, rounding", (("value", "float32"), ("logit", "float32"), ("logit", "hf")))

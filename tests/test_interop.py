@@ -491,10 +491,18 @@ def test_environment_of_the_thread_count():
         return int(run.stdout)
 
     assert threads(FIDELTA_NUM_THREADS="3", OMP_NUM_THREADS="5") == 3
-    assert threads(OMP_NUM_THREADS="5") == 5
-    assert threads(FIDELTA_NUM_THREADS="many") == threads()
+    assert threads(OMP_NUM_THREADS="5") == threads(OMP_NUM_THREADS="5,2") == 5
+    assert threads(OMP_NUM_THREADS="many") == threads(OMP_NUM_THREADS="-1") == threads(FIDELTA_NUM_THREADS="") == threads()
     if hasattr(os, "sched_getaffinity"):
         assert threads() == len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize("value", ["many", "0", "-1", "257", "2.5", " 2", "3,2", "99999999999999999999"])
+def test_thread_count_that_means_nothing_stops_the_import(value):
+    environment = {**os.environ, "FIDELTA_NUM_THREADS": value}
+    run = subprocess.run([sys.executable, "-c", "import fidelta._core"], env=environment, capture_output=True, text=True)
+    message = f'ValueError: environment variable FIDELTA_NUM_THREADS is "{value}"; expected a whole number 1 .. 256'
+    assert run.returncode != 0 and message in run.stderr
 
 
 def test_import_twice_in_one_process():

@@ -36,18 +36,32 @@ typedef struct {
 static Op ops[OP_COUNT];
 static PyObject *raises[INTERRUPTED + 1];
 static atomic_int threads_wanted, threads_default;
+static int threads_environment; /* 0: not said there */
 
 const Spec *call_spec(OpId op)
 {
     return &ops[op].spec;
 }
 
-/* A positive number in an environment variable, or 0. */
-static int environment_threads(const char *name)
+/* FIDELTA_NUM_THREADS, where nonsense is refused, or the first number of OMP_NUM_THREADS, which is others' to check. */
+static int environment_read(void)
 {
-    const char *text = getenv(name);
-    long n = text ? strtol(text, NULL, 10) : 0;
-    return n > 0 && n <= 4096 ? (int)n : 0;
+    const char *ours = getenv("FIDELTA_NUM_THREADS"), *theirs = getenv("OMP_NUM_THREADS");
+    char *end;
+    long n;
+    if (ours && *ours) {
+        n = strtol(ours, &end, 10);
+        if (*end || *ours < '0' || *ours > '9' || n < 1 || n > MAX_THREADS) {
+            PyErr_Format(PyExc_ValueError,
+                         "environment variable FIDELTA_NUM_THREADS is \"%s\"; expected a whole "
+                         "number 1 .. %d",
+                         ours, MAX_THREADS);
+            return -1;
+        }
+    } else
+        n = theirs ? strtol(theirs, NULL, 10) : 0;
+    threads_environment = n < 0 ? 0 : n > MAX_THREADS ? MAX_THREADS : (int)n;
+    return 0;
 }
 
 int threads_get(void)
@@ -58,13 +72,11 @@ int threads_get(void)
 
 void threads_set(int n)
 {
-    int standard = environment_threads("FIDELTA_NUM_THREADS");
-    if (!standard)
-        standard = environment_threads("OMP_NUM_THREADS");
+    int standard = threads_environment;
 #if defined(__linux__)
     cpu_set_t cores;
     if (!standard && sched_getaffinity(0, sizeof cores, &cores) == 0)
-        standard = CPU_COUNT(&cores);
+        standard = CPU_COUNT(&cores) < MAX_THREADS ? CPU_COUNT(&cores) : MAX_THREADS;
 #endif
     atomic_store(&threads_default, standard > 0 ? standard : 1);
     atomic_store(&threads_wanted, n);
@@ -98,6 +110,8 @@ static int op_init(OpId id)
 int call_init(PyObject *const *exceptions)
 {
     memcpy(raises, exceptions, sizeof raises);
+    if (environment_read() < 0)
+        return -1;
     threads_set(0);
     for (int i = 0; i < OP_COUNT; i++)
         if (ops[i].params == 0 && op_init((OpId)i) < 0)
@@ -293,20 +307,41 @@ static int interrupted(void)
     return stop;
 }
 
+Status threads_from(PyObject *object, const char *op, const char *name, int least, int *out,
+                    Error *err)
+{
+    int overflow;
+    PyObject *number = PyBool_Check(object) ? NULL : PyNumber_Index(object);
+    if (!number) {
+        if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_TypeError))
+            return BAD_TYPE;
+        PyErr_Clear();
+        return fail(err, BAD_TYPE, "%s: %s is a %.100s; expected an int", op, name,
+                    Py_TYPE(object)->tp_name);
+    }
+    long n = PyLong_AsLongAndOverflow(number, &overflow);
+    Py_DECREF(number);
+    if (overflow)
+        return fail(err, BAD_VALUE, "%s: %s does not fit 64 bits; expected %d .. %d", op, name,
+                    least, MAX_THREADS);
+    if (n < least || n > MAX_THREADS)
+        return fail(err, BAD_VALUE, "%s: %s is %ld; expected %d .. %d", op, name, n, least,
+                    MAX_THREADS);
+    *out = (int)n;
+    return OK;
+}
+
 static Status extras_from(Frame *f, PyObject *const *place)
 {
     const Op *op = f->op;
     PyObject *threads = place[op->params - 2], *variant = place[op->params - 1];
-    int64_t n = 0;
+    int n = 0;
     if (threads && threads != Py_None) {
-        Status status = int_from(f, op->params - 2, threads, &n);
+        Status status = threads_from(threads, op->spec.name, "num_threads", 1, &n, &f->err);
         if (status != OK)
             return status;
-        if (n < 1 || n > 4096)
-            return fail(&f->err, BAD_VALUE, "%s: num_threads is %lld; expected 1 .. 4096",
-                        op->spec.name, (long long)n);
     }
-    f->args.call = (Call){.num_threads = n ? (int)n : threads_get(), .interrupted = interrupted};
+    f->args.call = (Call){.num_threads = n ? n : threads_get(), .interrupted = interrupted};
     if (!variant || variant == Py_None)
         return OK;
     if (!PyUnicode_Check(variant))

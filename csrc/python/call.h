@@ -16,6 +16,12 @@ PyObject *call(OpId op, PyObject *const *args, Py_ssize_t nargs, PyObject *names
 /* The same up to the kernel, whose name it returns: "cpu/avx2". */
 PyObject *call_path(OpId op, PyObject *const *args, Py_ssize_t nargs, PyObject *names);
 
+enum { MAX_THREADS = 256 };
+
+/* The number of threads in an int or anything else that stands for one, but a bool; least .. MAX_THREADS. */
+Status threads_from(PyObject *object, const char *op, const char *name, int least, int *out,
+                    Error *err);
+
 /* Threads a call uses when it does not say; 0 sets the default back. */
 int threads_get(void);
 void threads_set(int n);

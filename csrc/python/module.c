@@ -30,16 +30,15 @@ static PyObject *which_path(PyObject *self, PyObject *const *args, Py_ssize_t na
 static PyObject *set_num_threads(PyObject *self, PyObject *number)
 {
     (void)self;
-    if (!PyLong_Check(number) || PyBool_Check(number))
-        return PyErr_Format(PyExc_TypeError, "set_num_threads: n is a %s; expected an int",
-                            Py_TYPE(number)->tp_name);
-    int overflow;
-    long n = PyLong_AsLongAndOverflow(number, &overflow);
-    if (overflow || n < 0 || n > 4096)
-        return PyErr_Format(PyExc_ValueError,
-                            "set_num_threads: n is %S; expected 0 .. 4096 (0: the default)",
-                            number);
-    threads_set((int)n);
+    Error err;
+    int n;
+    Status status = threads_from(number, "set_num_threads", "n", 0, &n, &err);
+    if (status != OK) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(status == BAD_TYPE ? PyExc_TypeError : PyExc_ValueError, err.text);
+        return NULL;
+    }
+    threads_set(n);
     Py_RETURN_NONE;
 }
 

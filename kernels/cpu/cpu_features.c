@@ -85,17 +85,6 @@ static uint64_t detect(void)
 
 #endif
 
-/* Asked once: in a virtual machine each cpuid is a trap of some ten microseconds. Threads that race write the same. */
-static uint64_t detected(void)
-{
-    static _Atomic uint64_t known;
-    static const uint64_t ASKED = (uint64_t)1 << 63;
-    uint64_t bits = known;
-    if (!bits)
-        known = bits = detect() | ASKED;
-    return bits & ~ASKED;
-}
-
 /* The row of the variable's value; NULL when it is not set, empty or unknown. */
 static const Cap *cap_find(const char *value)
 {
@@ -111,21 +100,30 @@ static const char *cap_value(void)
     return value && *value ? value : NULL;
 }
 
+/* Asked once, at import: in a virtual machine each cpuid is a trap of some ten microseconds, and a later change of the
+   environment must not move calls to other kernels. Threads that race write the same. */
 uint64_t cpu_features(int device_id)
 {
+    static _Atomic uint64_t known;
+    static const uint64_t ASKED = (uint64_t)1 << 63;
     (void)device_id;
-    const char *value = cap_value();
-    if (!value)
-        return detected();
-    const Cap *cap = cap_find(value);
-    return cap ? detected() & cap->keep : 0;
+    uint64_t bits = known;
+    if (!bits) {
+        const char *value = cap_value();
+        const Cap *cap = cap_find(value);
+        bits = value && !cap ? 0 : cap ? detect() & cap->keep : detect();
+        known = bits |= ASKED;
+    }
+    return bits & ~ASKED;
 }
 
 Status cpu_features_check(Error *err)
 {
     const char *value = cap_value();
-    if (!value || cap_find(value))
+    if (!value || cap_find(value)) {
+        cpu_features(0);
         return OK;
+    }
     char known[128] = "";
     for (int i = 0; i < CAPS; i++) {
         strcat(known, i ? ", " : "");
