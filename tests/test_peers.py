@@ -10,6 +10,8 @@ import torch.nn.functional as F  # noqa: E402
 
 import fidelta  # noqa: E402
 
+torch.set_num_threads(1)  # the oracles are many small steps, and pytest's workers share the cores
+
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
