@@ -49,6 +49,55 @@ def test_filters_exchanged_alone(tmp_path):
     assert {(f.code, f.where) for f in findings} == {("layout-order", GDN.format(2, "conv1d"))}
 
 
+def exchange_gate_and_up(tensors):
+    gate, up = (f"model.language_model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up"))
+    tensors[gate], tensors[up] = tensors[up], tensors[gate]
+    return {("layout-exchanged", gate), ("layout-exchanged", up)}
+
+
+def reverse_taps(tensors):
+    name = GDN.format(1, "conv1d")
+    tensors[name] = tensors[name][..., ::-1]
+    return {("layout-taps", name)}
+
+
+def part_queries_from_gates(tensors):
+    name = "model.language_model.layers.3.self_attn.q_proj.weight"
+    heads = json.loads((TINY / "config.json").read_text())["text_config"]["num_attention_heads"]
+    w = tensors[name]
+    tensors[name] = w.reshape(heads, 2, -1, w.shape[1]).swapaxes(0, 1).reshape(w.shape)
+    return {("layout-gate", name)}
+
+
+def shift_a_norm(tensors):
+    name = "model.language_model.layers.0.input_layernorm.weight"
+    tensors[name] = (tensors[name].astype(np.float32) + 1).astype(tensors[name].dtype)
+    return {("norm-shifted", name)}
+
+
+def silence_a_norm(tensors):
+    name = "model.language_model.layers.3.self_attn.k_norm.weight"
+    tensors[name] = np.full_like(tensors[name], -1)
+    return {("value-zero", name)}
+
+
+@pytest.mark.parametrize("fault", [exchange_gate_and_up, reverse_taps, part_queries_from_gates, shift_a_norm, silence_a_norm])
+def test_other_readings(fault, tmp_path):
+    expected = set()
+    path = changed(tmp_path / "copy", lambda tensors: expected.update(fault(tensors)))
+    assert {(f.code, f.where) for f in examine(path, max_new_tokens=0).findings} == expected
+
+
+@pytest.mark.parametrize("change, code", [(lambda w: w * 10, "scale-outlier"), (lambda w: np.roll(w, 1, 0), "forward-weak")])
+def test_a_model_that_is_broken_elsewhere_blames_no_layout(change, code, tmp_path):
+    def scale(tensors):
+        name = GDN.format(1, "out_proj")
+        tensors[name] = change(tensors[name].astype(np.float32)).astype(tensors[name].dtype)
+
+    codes = {f.code for f in examine(changed(tmp_path / "copy", scale), max_new_tokens=0).findings}
+    assert code in codes and not any(found.startswith("layout") for found in codes)
+
+
 @pytest.mark.parametrize("config", [{"num_experts": 4}, {"model_type": "qwen3_5_moe_text"}, {"hidden_act": "gelu"}])
 def test_unsupported_models_cannot_run(config, tmp_path, capsys):
     path = changed(tmp_path / "copy", lambda tensors: None)

@@ -58,7 +58,12 @@ def blocks_of(canonical, sizes):
 def emptiness(name_map, statistics, sizes):
     for canonical, stored in name_map.of.items():
         s = statistics.get(stored)
-        if s is None or s.zero_rows is None or NORM.search(canonical):
+        if s is None or s.zero_rows is None:
+            continue
+        if NORM.search(canonical):
+            nothing = 0 if canonical.endswith("linear_attn.norm.weight") else -1
+            if s.constant and s.low == nothing and not s.nan:
+                yield Finding("value-zero", stored, f"all {s.shape[0]} weights are {nothing}, so the norm gives zero", s.low, "varied")
             continue
         if len(s.shape) == 1:
             if s.constant and s.shape[0] > 2 and not s.nan and not canonical.endswith(".bias"):

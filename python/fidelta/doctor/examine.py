@@ -17,7 +17,8 @@ from . import checks, forward, probes
 from .findings import Finding
 from .statistics import measure
 
-PROBE_LIMIT = 1 << 30  # bytes of weights up to which single layers are read in other ways
+PROBE_LIMIT = 1 << 34  # bytes of weights read by all runs together, up to which single layers are read in other ways
+EXPLAINED = 0.25  # loss against a uniform guess's, to which readings must bring a lost model to be believed
 
 
 class CannotRun(Exception):
@@ -161,11 +162,12 @@ def _run(found, checkpoint, sizes, statistics, prompts, max_new_tokens, progress
     with np.errstate(all="ignore"):
         logits = model.forward(sequences, observe=observer)
         known = sequences if own else [_encode(model, text) for text in forward.PROMPTS]
-        before = forward.token_losses(logits if own else model.forward(known), known)
+        told = logits if own else model.forward(known)
+        before = forward.token_losses(told, known)
         found.layers = observer.layers
         found.loss = forward.mean(forward.token_losses(logits, sequences))
         found.loss_of_a_guess = math.log(sizes.vocab)
-        found.findings += forward.judge(observer, forward.mean(before), sizes.vocab, logits)
+        found.findings += forward.judge(observer, forward.mean(before), sizes.vocab, told)
         found.predictions = forward.predictions(model, logits, sequences, texts, max_new_tokens)
     width = np.zeros((1, 1), np.float32)
     found.which_path = ops.which_path("linear", width, width)
@@ -183,11 +185,14 @@ def _probe(found, model, sequences, before, statistics, thorough, progress):
     if any(f.severity == "error" and not f.code.startswith(("forward", "norm")) for f in found.findings) and not thorough:
         return
     lost = before.mean() > forward.WEAK * found.loss_of_a_guess
-    large = model.checkpoint.nbytes > PROBE_LIMIT
-    if large and not (lost or thorough):
+    orders = probes.ORDERS if lost or thorough else probes.ORDERS[:1]
+    groups = [*probes.norm_groups(model, statistics), *probes.order_groups(model, model.sizes, orders),
+              *probes.other_groups(model, model.sizes)]
+    large = model.checkpoint.nbytes * sum(map(len, groups)) > PROBE_LIMIT and not thorough
+    if large and not lost:
         return
     progress.stage("layout", 0)
-    orders = probes.ORDERS if lost or thorough else probes.ORDERS[:1]
-    groups = [*probes.norm_groups(model, statistics), *probes.order_groups(model, model.sizes, orders)]
     probe = probes.Probe(model, sequences, progress.step)
-    found.findings += probes.examine_layout(probe, before, groups, {(f.code, f.where) for f in found.findings}, whole_only=large)
+    known = {(f.code, f.where) for f in found.findings}
+    healthy = EXPLAINED * found.loss_of_a_guess if lost else math.inf  # else the gain itself is what is found
+    found.findings += probes.examine_layout(probe, before, groups, healthy, known, whole_only=large)

@@ -16,7 +16,7 @@ PROMPTS = (
 
 SILENT = 1 / 50  # a mixer's output std against the median of the others of its kind
 EXPLOSION = 1000.0  # growth of the residual's std in one layer
-WEAK = 0.40  # the same, from which the rarer readings are tried
+WEAK = 0.40  # the same, above which a model is hardly healthy and the rarer readings are tried
 GIBBERISH = 0.70  # mean loss against log(vocabulary), a uniform guess
 
 
@@ -109,6 +109,9 @@ def judge(observer, mean_loss, vocabulary, logits):
     if not ratio <= GIBBERISH:
         yield Finding("forward-gibberish", "next tokens",
                       f"loss {mean_loss:.3f} a token is {ratio:.2f} of a uniform guess's {math.log(vocabulary):.3f}", ratio, GIBBERISH)
+    elif ratio > WEAK:
+        yield Finding("forward-weak", "next tokens",
+                      f"loss {mean_loss:.3f} a token is {ratio:.2f} of a uniform guess's {math.log(vocabulary):.3f}", ratio, WEAK)
     winners = np.concatenate([np.argmax(rows, -1) for rows in logits])
     if len(winners) > 20 and (winners == winners[0]).mean() > 0.95:
         yield Finding("forward-collapse", "next tokens", f"token {int(winners[0])} wins at {np.mean(winners == winners[0]):.0%} of all positions",

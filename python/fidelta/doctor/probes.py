@@ -21,7 +21,8 @@ MOST_NORMS = 8  # single norm weights that are tried
 
 
 class Reading(NamedTuple):
-    """Tensors of one layer (None: of the whole model), read by `change`; `says` ends the sentence "read ..."."""
+    """Tensors of one layer (None: of the whole model): change(name, get) gives what to read for one of them, get(name)
+    what is stored; `says` ends the sentence "read ..."."""
 
     code: str
     layer: int | None
@@ -41,8 +42,9 @@ class Probe:
         """Negative log likelihood of every token but each prompt's first."""
         weights, sequences = {}, self.few if few else self.sequences
         for reading in readings:
+            stored = dict(weights)
             for name in reading.names:
-                weights[name] = reading.change(self.model.weight(name, weights))
+                weights[name] = reading.change(name, lambda other: self.model.weight(other, stored))
         with np.errstate(all="ignore"):
             losses = token_losses(self.model.forward(sequences, weights=weights), sequences)
         self.tick()
@@ -116,20 +118,44 @@ def order_groups(model, sizes, orders):
     """Other orders of the q, k, v blocks: in in_proj_qkv, in conv1d, or in both alike; one group each."""
     layers = [i for i, kind in enumerate(model.layer_types) if kind == "linear_attention"]
     for order in orders:
-        def change(rows, order=order):
-            return reordered(rows, sizes.key_dim, sizes.value_dim, order)
+        def change(name, get, order=order):
+            return reordered(get(name), sizes.key_dim, sizes.value_dim, order)
 
         for tensors in (("in_proj_qkv",), ("conv1d",), ("in_proj_qkv", "conv1d")):
             yield [Reading("layout-order", i, tuple(f"layers.{i}.linear_attn.{t}.weight" for t in tensors), change,
                            f"as {', '.join(order)} instead of q, k, v") for i in layers]
 
 
-def _minus_one(w):
-    return np.asarray(w, np.float32) - 1
+def other_groups(model, sizes):
+    """Two tensors of one shape exchanged; taps of the filters in reverse; queries and gates not head by head."""
+    for kind, one, two in (("linear_attention", "linear_attn.in_proj_a.weight", "linear_attn.in_proj_b.weight"),
+                           (None, "mlp.gate_proj.weight", "mlp.up_proj.weight")):
+        yield [_exchanged(i, f"layers.{i}.{one}", f"layers.{i}.{two}")
+               for i, have in enumerate(model.layer_types) if kind in (have, None)]
+    yield [Reading("layout-taps", i, (f"layers.{i}.linear_attn.conv1d.weight",), lambda name, get: get(name)[..., ::-1],
+                   "with its taps in reverse") for i, kind in enumerate(model.layer_types) if kind == "linear_attention"]
+    yield [Reading("layout-gate", i, (f"layers.{i}.self_attn.q_proj.weight",),
+                   lambda name, get: _head_by_head(get(name), sizes.heads), "as all queries, then all gates")
+           for i, kind in enumerate(model.layer_types) if kind == "full_attention" and sizes.heads > 1]
 
 
-def _plus_one(w):
-    return np.asarray(w, np.float32) + 1
+def _exchanged(layer, one, two):
+    other = {one: two, two: one}
+    return Reading("layout-exchanged", layer, (one, two), lambda name, get: get(other[name]),
+                   "in each other's place")
+
+
+def _head_by_head(rows, heads):
+    halves = rows.reshape(2, heads, -1, rows.shape[-1])
+    return halves.swapaxes(0, 1).reshape(rows.shape)
+
+
+def _minus_one(name, get):
+    return np.asarray(get(name), np.float32) - 1
+
+
+def _plus_one(name, get):
+    return np.asarray(get(name), np.float32) + 1
 
 
 def norm_groups(model, statistics):
@@ -151,10 +177,14 @@ def _norm(names):
     return Reading("norm-shifted", None, tuple(names), _minus_one, "with one subtracted")
 
 
-def examine_layout(probe, before, groups, known=frozenset(), whole_only=False):
-    """Findings of a search. `known`: (code, stored name) that are found already."""
+def examine_layout(probe, before, groups, healthy_loss, known=frozenset(), whole_only=False):
+    """Findings of a search; none when the loss stays above healthy_loss, since a model that is broken elsewhere may gain by
+    any reading. `known`: (code, stored name) that are found already."""
     names = probe.model.names.of
-    for reading, gain in search(probe, before, [group for group in groups if group], whole_only):
+    chosen = search(probe, before, [group for group in groups if group], whole_only)
+    if not chosen or not probe.losses([reading for reading, _ in chosen]).mean() <= healthy_loss:
+        return
+    for reading, gain in chosen:
         for name in reading.names:
             if (reading.code, names[name]) not in known:
                 text = f"read {reading.says} the prompts' loss falls by {gain:.3f} nats a token"
