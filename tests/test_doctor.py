@@ -310,9 +310,15 @@ def test_help_and_version():
 
 
 def test_interrupt():
-    child = subprocess.Popen([sys.executable, "-m", "fidelta.cli", "doctor", str(TINY), "--max-new-tokens", "100000"],
-                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    time.sleep(4)
-    child.send_signal(signal.SIGINT)
-    _, err = child.communicate(timeout=30)
-    assert child.returncode == 130 and "Traceback" not in err
+    code = ("import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job ignores it
+            "from fidelta.cli import main; import fidelta.doctor; print('ready', flush=True)\n"
+            f"sys.exit(main(['doctor', {str(TINY)!r}, '--max-new-tokens', '100000']))")
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout.readline() == "ready\n"
+        time.sleep(2)
+        child.send_signal(signal.SIGINT)
+        _, err = child.communicate(timeout=60)
+    finally:
+        child.kill()
+    assert child.returncode == 130 and "Traceback" not in err and "interrupted" in err
