@@ -4,6 +4,7 @@
 #define NPY_TARGET_VERSION NPY_2_0_API_VERSION
 #include <numpy/arrayobject.h>
 
+#include <stdatomic.h>
 #include <string.h>
 
 static PyObject *name_exchange, *name_dlpack, *name_max_version, *name_requires_grad, *name_is_neg;
@@ -171,9 +172,10 @@ static Status from_dlpack(const DLTensor *d, int readonly, const Spec *spec, int
 }
 
 /* DLPack's exchange table hands out a tensor that autograd follows like any other. torch alone has the attribute. */
-static Status grad_check(PyObject *object, const Spec *spec, int arg, Error *err)
+static Status grad_check(PyObject *object, const Spec *spec, int arg, int *is_torch, Error *err)
 {
     PyObject *grad = PyObject_GetAttr(object, name_requires_grad);
+    *is_torch = grad != NULL;
     if (!grad) {
         PyErr_Clear();
         return OK;
@@ -242,10 +244,10 @@ static Status producer_fail(const Spec *spec, int arg, PyObject *object)
     return BAD_TYPE;
 }
 
-/* The exchange table of the object's type, or NULL without an exception. */
-static const DLExchange *exchange_find(PyObject *object)
+/* The exchange table of a type, or NULL without an exception. */
+static const DLExchange *exchange_ask(PyTypeObject *type)
 {
-    PyObject *capsule = PyObject_GetAttr((PyObject *)Py_TYPE(object), name_exchange);
+    PyObject *capsule = PyObject_GetAttr((PyObject *)type, name_exchange);
     if (!capsule) {
         PyErr_Clear();
         return NULL;
@@ -259,18 +261,43 @@ static const DLExchange *exchange_find(PyObject *object)
     return table;
 }
 
-/* Inputs are borrowed; outputs go through the managed form, since it alone carries the read-only flag. */
+/* The first few types that have a table, kept alive: asking costs as much as the rest of a conversion. A slot is taken
+   once and for all; one whose table is still NULL is being filled by another thread. */
+enum { KNOWN_TYPES = 4 };
+static _Atomic(PyTypeObject *) known_type[KNOWN_TYPES];
+static _Atomic(const DLExchange *) known_table[KNOWN_TYPES];
+
+static const DLExchange *exchange_find(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    int slot = 0;
+    for (; slot < KNOWN_TYPES && known_type[slot]; slot++)
+        if (known_type[slot] == type && known_table[slot])
+            return known_table[slot];
+    const DLExchange *table = exchange_ask(type);
+    PyTypeObject *nobody = NULL;
+    if (table && slot < KNOWN_TYPES &&
+        atomic_compare_exchange_strong(&known_type[slot], &nobody, type)) {
+        Py_INCREF(type);
+        known_table[slot] = table;
+    }
+    return table;
+}
+
+/* Inputs are borrowed; outputs go through the slower managed form, since it alone carries the read-only flag, which
+   torch's tensors never have. */
 static Status from_exchange(const DLExchange *table, PyObject *object, const Spec *spec, int arg,
                             Tensor *t, Lease *lease, Error *err)
 {
-    Status status = grad_check(object, spec, arg, err);
+    int is_torch, is_input = spec->arg[arg].role < OUT;
+    Status status = grad_check(object, spec, arg, &is_torch, err);
     if (status != OK)
         return status;
-    if (spec->arg[arg].role < OUT && table->tensor_from_object) {
+    if ((is_input || is_torch) && table->tensor_from_object) {
         DLTensor tensor = {0};
         if (table->tensor_from_object(object, &tensor) != 0)
             return producer_fail(spec, arg, object);
-        status = from_dlpack(&tensor, 1, spec, arg, t, err);
+        status = from_dlpack(&tensor, is_input, spec, arg, t, err);
     } else {
         if (table->managed_from_object(object, &lease->versioned) != 0)
             return producer_fail(spec, arg, object);
