@@ -9,7 +9,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from fidelta.cli import main
-from fidelta.doctor import examine, probes
+from fidelta.doctor import examine, forward, probes
+from fidelta.model import Model, load
 
 TINY = Path(__file__).parent.parent / "examples" / "tiny-qwen3_5"
 GDN = "model.language_model.layers.{}.linear_attn.{}.weight"
@@ -120,3 +121,25 @@ def test_gain_must_be_beyond_chance():
 def test_reordered():
     rows = np.array(["k0", "k1", "v0", "v1", "v2", "q0", "q1"])
     assert probes.reordered(rows, 2, 3, "kvq").tolist() == ["q0", "q1", "k0", "k1", "v0", "v1", "v2"]
+
+
+def test_a_reading_runs_only_the_layers_from_its_own_on():
+    model = load(TINY)
+    probe = probes.Probe(model, [model.tokenizer.encode(text).ids for text in forward.PROMPTS])
+    groups = [*probes.order_groups(model, model.sizes, ("kqv",)), *probes.other_groups(model, model.sizes)]
+    readings = [reading for group in groups for reading in group]
+    for so_far in ((), (readings[1],)):
+        for reading in (*readings, probes._norm(["norm.weight"])):
+            alone = probes.Probe(model, probe.sets["all"])  # has kept nothing
+            assert np.array_equal(probe.losses(so_far, [reading], "few"), alone.losses((), [*so_far, reading], "few"))
+
+
+def test_the_probes_cost_a_few_passes(monkeypatch):
+    """Tokens through layers, in units of one pass over the five prompts, of a healthy checkpoint."""
+    tokens = []
+    plain = Model._layer
+    monkeypatch.setattr(Model, "_layer", lambda self, x, *rest: tokens.append(len(x)) or plain(self, x, *rest))
+    assert examine(TINY, max_new_tokens=0).healthy
+    model = load(TINY)
+    whole = model.num_layers * sum(len(model.tokenizer.encode(text).ids) for text in forward.PROMPTS)
+    assert sum(tokens) < 8 * whole

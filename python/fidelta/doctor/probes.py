@@ -18,6 +18,9 @@ SURE = 3.0  # standard errors of the mean difference
 ORDERS = ("kqv", "qvk", "vqk", "kvq", "vkq")
 SUSPICIOUS_MEAN = 0.45  # mean of an offset norm weight from which reading it as shifted is tried
 MOST_NORMS = 8  # single norm weights that are tried
+SHORT = 48  # tokens of a prompt that tell whether a reading is hopeless
+MOST_HOPEFUL = 8  # readings that are tried on all prompts in one round
+KEPT = 64 << 20  # bytes of activations that may be kept of one set of prompts
 
 
 class Reading(NamedTuple):
@@ -32,28 +35,70 @@ class Reading(NamedTuple):
 
 
 class Probe:
-    """Runs a model with readings and compares the losses token by token."""
+    """Runs a model with readings and compares the losses token by token.
+
+    Most readings are hopeless, and a few tokens show it: `short` is the beginning of two of the five prompts, `few` the
+    whole of them, `all` all five. What enters a layer is kept, so a reading runs only the layers from its own on.
+    """
 
     def __init__(self, model, sequences, tick=lambda: None):
-        self.model, self.sequences, self.tick = model, sequences, tick
-        self.few = sequences[::3]  # two of the five prompts: enough to see that a reading is hopeless
+        self.model, self.tick, self._kept = model, tick, {}
+        self.sets = {"short": [ids[:SHORT] for ids in sequences[::3]], "few": sequences[::3], "all": sequences}
 
-    def losses(self, readings=(), few=False):
-        """Negative log likelihood of every token but each prompt's first."""
-        weights, sequences = {}, self.few if few else self.sequences
-        for reading in readings:
+    def losses(self, so_far=(), part=(), which="all"):
+        """Negative log likelihood of every token but each prompt's first, with the readings `so_far` and then `part`."""
+        weights, sequences = {}, self.sets[which]
+        for reading in (*so_far, *part):
             stored = dict(weights)
             for name in reading.names:
                 weights[name] = reading.change(name, lambda other: self.model.weight(other, stored))
+        first = min((self._first_layer(reading) for reading in part), default=self.model.num_layers)
+        inputs = self._inputs(so_far, which)
+        start = min(first, len(inputs) - 1)
+
+        def keep(layer, stage, array):
+            if stage in ("input", "residual") and len(inputs) == layer + 1 <= first and self._small(array):
+                inputs.append(array)
+
         with np.errstate(all="ignore"):
-            losses = token_losses(self.model.forward(sequences, weights=weights), sequences)
+            logits = self.model.forward(sequences, weights=weights, observe=keep,
+                                        resume=(start, inputs[start]) if start >= 0 else None)
+            losses = token_losses(logits, sequences)
         self.tick()
         return losses
 
     def hopeful(self, so_far, parts):
-        """Those of [(group, part)] that do not raise the loss of a few prompts."""
-        before = self.losses(so_far, few=True)
-        return [entry for entry in parts if gain_of(before, self.losses([*so_far, *entry[1]], few=True))[0] > 0]
+        """[(group, part)] that do not raise the loss of a few prompts, in two lists: the likeliest, to be tried on all prompts,
+        and the others."""
+        before = self.losses(so_far, which="short")
+        parts = [entry for entry in parts if _may_gain(before, self.losses(so_far, entry[1], "short"))]
+        before = self.losses(so_far, which="few") if parts else None
+        gains = [gain_of(before, self.losses(so_far, part, "few"))[0] for _, part in parts]
+        least = sorted(gains, reverse=True)[:MOST_HOPEFUL][-1] if gains else 0.0
+        return ([entry for entry, gain in zip(parts, gains) if gain > 0 and gain >= least],
+                [entry for entry, gain in zip(parts, gains) if 0 < gain < least])
+
+    def _inputs(self, so_far, which):
+        """What enters the layers with the readings so_far: as many layers from the first on as have been kept."""
+        key = [id(reading) for reading in so_far]
+        if self._kept.get(which, (None,))[0] != key:
+            self._kept[which] = (key, [])
+        return self._kept[which][1]
+
+    def _small(self, array):
+        return array.nbytes * self.model.num_layers <= KEPT
+
+    def _first_layer(self, reading):
+        """The first layer that computes otherwise: the number of layers for the head, -1 for the embedding."""
+        layers = [int(name.split(".")[1]) if name.startswith("layers.") else
+                  -1 if name == "embed_tokens.weight" else self.model.num_layers for name in reading.names]
+        return min(layers)
+
+
+def _may_gain(before, after):
+    """Whether the loss of a few tokens falls, or rises by no more than its standard error."""
+    fall = before - after
+    return len(fall) < 2 or not np.isfinite(fall).all() or fall.mean() > -fall.std(ddof=1) / len(fall) ** 0.5
 
 
 def gain_of(before, after):
@@ -79,7 +124,7 @@ def search(probe, before, groups, whole_only=False):
 
     groups: lists of Readings of one kind over several layers. A round tries every whole group and every single reading on
     top of what was chosen; of a whole group only the layers that gain by it are kept. Of readings that do equally well the
-    first is taken. The next round tries what did well, and the rest of the chosen group.
+    first is taken. The next round tries what did well or was not tried to the end, and the rest of the chosen group.
     """
     chosen, parts = [], []
     for group in groups:
@@ -87,7 +132,8 @@ def search(probe, before, groups, whole_only=False):
         parts += [(group, part) for part in singles + ([group] if len(group) > 1 else [])]
     while parts:
         so_far = [reading for reading, _ in chosen]
-        tried = [(group, part, probe.losses([*so_far, *part])) for group, part in probe.hopeful(so_far, parts)]
+        likely, others = probe.hopeful(so_far, parts)
+        tried = [(group, part, probe.losses(so_far, part)) for group, part in likely]
         better = [(group, part, after, gain) for group, part, after in tried
                   for gain, sure in [gain_of(before, after)] if sure]
         if not better:
@@ -100,7 +146,7 @@ def search(probe, before, groups, whole_only=False):
         before = after
         used = {name for reading, _ in chosen for name in reading.names}
         parts = [(group, part) for group, part in parts if not used & {name for r in part for name in r.names}
-                 and (group is home or any(part is entry[1] for entry in better))]
+                 and (group is home or any(part is entry[1] for entry in (*better, *others)))]
     return chosen
 
 
@@ -108,7 +154,7 @@ def _needed(probe, so_far, part, after):
     """(the readings of a part without which the loss is higher, the losses with them)."""
     for reading in list(part) if len(part) > 1 else []:
         rest = [r for r in part if r is not reading]
-        without = probe.losses([*so_far, *rest])
+        without = probe.losses(so_far, rest)
         if rest and gain_of(without, after)[0] < LOSS_FALLS / 4:
             part, after = rest, without
     return part, after

@@ -83,7 +83,7 @@ class Model:
         self._trunk(*self._pack([token_ids]), observe=keep)
         return found
 
-    def forward(self, sequences, *, observe=None, weights=None):
+    def forward(self, sequences, *, observe=None, weights=None, resume=None):
         """Logits [T,vocab] of each of several sequences, packed into one pass: each layer is read once.
 
         observe(layer, stage, array) is called with every intermediate result, tokens packed in order:
@@ -94,9 +94,10 @@ class Model:
             layer L     "final_norm", "logits"
         It must not write to the array.
         weights: canonical name -> array that stands in for the stored tensor.
+        resume: (layer, what enters it) of the same sequences; the layers before it are not run.
         """
         tokens, cu = self._pack(sequences)
-        x = self._trunk(tokens, cu, observe=observe, weights=weights)
+        x = self._trunk(tokens, cu, observe=observe, weights=weights, resume=resume)
         logits = self._head(x, weights)
         if observe is not None:
             observe(self.num_layers, "logits", logits)
@@ -139,13 +140,16 @@ class Model:
         state.length += len(tokens)
         return self._head(x[-1:], None)[0]
 
-    def _trunk(self, tokens, cu, *, observe=None, weights=None, state=None):
+    def _trunk(self, tokens, cu, *, observe=None, weights=None, state=None, resume=None):
         """The final norm [T,hidden] of packed sequences."""
         eps = self.settings.eps
         see = _look_away if observe is None else observe
-        x = self.weight("embed_tokens.weight", weights)[tokens].astype(np.float32)
-        see(-1, "input", x)
-        for layer, kind in enumerate(self.layer_types):
+        if resume is None:
+            first, x = 0, self.weight("embed_tokens.weight", weights)[tokens].astype(np.float32)
+            see(-1, "input", x)
+        else:
+            first, x = resume
+        for layer, kind in list(enumerate(self.layer_types))[first:]:
             w = self._layer_weights(layer, weights)
             x = self._layer(x, MIXERS[kind], w, partial(see, layer), cu, None if state is None else state.layers[layer])
         x = layers.norm(x, self.weight("norm.weight", weights), eps)
