@@ -131,6 +131,7 @@ BROKEN = {
     "huge header length": (tensor_file(A, bytes(8), length=2**63), [("file-header", "model.safetensors")]),
     "header over the limit": (tensor_file(A, bytes(8), length=HEADER_LIMIT + 1), [("file-header", "model.safetensors")]),
     "header length of the limit": (tensor_file(A, bytes(8), length=HEADER_LIMIT), [("file-truncated", "model.safetensors")]),
+    "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n", [("file-pointer", "model.safetensors")]),
     "empty header": (tensor_file(b""), [("file-header", "model.safetensors")]),
     "garbage": (tensor_file(b"\x80garbage"), [("file-header", "model.safetensors")]),
     "deep": (tensor_file(b"[" * 200_000), [("file-header", "model.safetensors")]),

@@ -12,6 +12,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from checkpoints import write_checkpoint
 from safetensors.numpy import load_file, save_file
 
 from fidelta.cli import main
@@ -108,6 +109,35 @@ def test_truncated_file(broken, capsys):
     assert any(code == "file-truncated" for code, _ in findings)
     assert main(["doctor", str(path)]) == 1
     assert "model.safetensors" in capsys.readouterr().out
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 7533576\n"
+
+
+@pytest.mark.parametrize("content, code", [(b"", "file-truncated"), (b"\x80garbage" * 99, "file-header"), (POINTER, "file-pointer")])
+def test_a_file_that_tells_nothing_is_one_finding(content, code, broken, capsys):
+    path = broken()
+    (path / "model.safetensors").write_bytes(content)
+    assert found(path)[1] == {(code, "model.safetensors")}
+    assert main(["doctor", str(path)]) == 1
+    assert ("git-lfs pointer" in capsys.readouterr().out) == (code == "file-pointer")
+
+
+@pytest.mark.parametrize("code", ["file-pointer", "shard-missing"])
+def test_names_that_may_lie_in_an_unread_shard(code, tmp_path):
+    tensors = load_file(TINY / "model.safetensors")
+    gone = PREFIX + "norm.weight"
+    del tensors[gone]
+    names = sorted(tensors)
+    path = write_checkpoint(tmp_path / "shards", [{name: tensors[name] for name in names[part::2]} for part in range(2)])
+    shard = path / "model-00002-of-00002.safetensors"
+    if code == "file-pointer":
+        shard.write_bytes(POINTER)
+    else:
+        shard.unlink()
+    assert found(path)[1] == {(code, shard.name), ("name-missing", gone)}  # no shard is said to hold that one
+    (path / "model.safetensors.index.json").unlink()
+    assert found(path)[1] == {(code, shard.name), ("index-mismatch", "model.safetensors.index.json")}
 
 
 def swap_q_and_k(layers, names):

@@ -35,6 +35,7 @@ class Checkpoint:
     files                       names of the tensor files that were read
     tensors                     name -> TensorInfo of every tensor that can be read
     unreadable                  name -> TensorInfo of those that are cut off, of a wrong size or of an unknown dtype
+    unknown                     names of the files that are missing, or whose header tells nothing
     problems                    list of Problem
     nbytes                      bytes of all readable tensors
     """
@@ -42,8 +43,9 @@ class Checkpoint:
     def __init__(self, path, config):
         text = config.get("text_config")
         self.path, self.config, self.text_config = path, config, text if isinstance(text, dict) else config
-        self.problems, self.tensors, self.unreadable, self._maps = [], {}, {}, {}
-        self.files, index = self._find_files()
+        self.problems, self.tensors, self.unreadable, self.unknown, self._maps = [], {}, {}, [], {}
+        self.files, self._index = self._find_files()
+        index = self._index
         for file in self.files:
             self._add_file(file, index)
         if index is not None:
@@ -63,6 +65,10 @@ class Checkpoint:
         bits, dtype = DTYPES[info.dtype]
         values = self._bytes(info.file)[info.begin:info.end]
         return values if dtype is None else values.view(dtype).reshape(info.shape)
+
+    def may_be_lost(self, name):
+        """Whether a tensor could lie in one of the files `unknown`: where the index says, anywhere without one."""
+        return bool(self.unknown) if self._index is None else self._index.get(name) in self.unknown
 
     def _bytes(self, file):
         if file not in self._maps:
@@ -86,6 +92,7 @@ class Checkpoint:
         named = sorted(set(index.values()))
         for file in named:
             if file not in present:
+                self.unknown.append(file)
                 self._problem("shard-missing", file, f"{INDEX} names it, the directory does not hold it")
         for file in present:
             if file not in named:
@@ -118,12 +125,15 @@ class Checkpoint:
             self._problem("index-mismatch", INDEX, f"missing beside {len(parts)} shards; every safetensors file is read")
         for head, tail, count in sorted({(match[1], match[3], int(match[4])) for match in parts}):
             holes = [file for n in range(count) if (file := f"{head}{n + 1:05}{tail}") not in present]
+            self.unknown += holes
             for file in holes:
                 self._problem("shard-missing", file, f"one of {count} shards by its name, {len(holes)} are missing")
 
     def _add_file(self, file, index):
         header = read_header(os.path.join(self.path, file))
         self.problems += header.problems
+        if not header.known:
+            self.unknown.append(file)
         for table, infos in ((self.tensors, header.tensors), (self.unreadable, header.unreadable)):
             for info in infos:
                 other = self.tensors.get(info.name) or self.unreadable.get(info.name)
@@ -142,7 +152,7 @@ class Checkpoint:
         for name, file in index.items():
             if name in found and found[name].file != file:
                 self._problem("index-mismatch", name, f"{INDEX} puts it in {file}; it is in {found[name].file}")
-            elif name not in found and file in self.files:
+            elif name not in found and file in self.files and file not in self.unknown:
                 self._problem("index-mismatch", name, f"{INDEX} puts it in {file}, which does not hold it")
         for name, info in found.items():
             if name not in index:

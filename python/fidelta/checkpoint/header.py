@@ -13,6 +13,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
+LFS = b"version https://git-lfs.github.com/spec/"  # what a pointer begins with
 HEADER_LIMIT = 100_000_000  # bytes; the limit of the safetensors library
 
 # name -> (bits of an element, NumPy dtype); types that do not fill bytes are read as their bytes
@@ -29,7 +30,7 @@ DTYPES = {
 
 
 class Problem(NamedTuple):
-    """Something broken: `code` is one of file-truncated, file-header, file-offsets, shard-missing, index-mismatch,
+    """Something broken: `code` is one of file-truncated, file-header, file-pointer, file-offsets, shard-missing, index-mismatch,
     tensor-duplicate, dtype-unknown; `where` a file or a tensor; `text` one line for people."""
 
     code: str
@@ -49,11 +50,13 @@ class TensorInfo(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file holds: the tensors that can be read, those that cannot, and why."""
+    """What a file holds: the tensors that can be read, those that cannot, and why. `known` is False when there is no
+    telling what it holds."""
 
     tensors: list
     unreadable: list
     problems: list
+    known: bool = True
 
 
 def read_header(path):
@@ -67,10 +70,10 @@ def read_header(path):
         entries = _parse(text, file, found.problems)
     except _Broken as broken:
         found.problems.append(Problem(broken.code, file, str(broken)))
-        return found
+        return found._replace(known=False)
     except OSError as error:
         found.problems.append(Problem("file-header", file, f"cannot be read: {error.strerror}"))
-        return found
+        return found._replace(known=False)
     tensors = [info for name, entry in entries if (info := _entry(name, entry, file, start, found.problems))]
     _check_layout(tensors, file, start, size, found)
     return found
@@ -86,7 +89,10 @@ def _header_text(stream, size):
     """The bytes of the header, and where the data starts."""
     if size < 8:
         raise _Broken("file-truncated", f"has {size} bytes; a header needs at least 8")
-    (length,) = struct.unpack("<Q", stream.read(8))
+    first = stream.read(8)
+    if first == LFS[:8] and stream.read(len(LFS) - 8) == LFS[8:]:
+        raise _Broken("file-pointer", f"is a git-lfs pointer of {size} bytes; the file itself was not fetched")
+    (length,) = struct.unpack("<Q", first)
     if length > HEADER_LIMIT:
         raise _Broken("file-header", f"header length is {length}; at most {HEADER_LIMIT} is allowed")
     if length > size - 8:

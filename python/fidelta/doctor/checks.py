@@ -22,10 +22,13 @@ def files(checkpoint):
         yield Finding(problem.code, str(problem.where), problem.text)
 
 
-def names(name_map):
+def names(name_map, checkpoint):
+    """A name that may lie in a file that was not read is no finding beside the file's own."""
     for canonical in name_map.missing:
-        yield Finding("name-missing", name_map.prefix + canonical if canonical != "lm_head.weight" else canonical,
-                      "the config asks for this tensor and no file has it", "absent", "present")
+        stored = name_map.prefix + canonical if canonical != "lm_head.weight" else canonical
+        nothing_known = checkpoint.unknown and not name_map.of  # not even the prefix
+        if not nothing_known and not checkpoint.may_be_lost(stored):
+            yield Finding("name-missing", stored, "the config asks for this tensor and no file has it", "absent", "present")
     for stored, got, expected in name_map.wrong_shape:
         yield Finding("shape-mismatch", stored, f"shape {tuple(got)}; the config gives {tuple(expected)}",
                       str(tuple(got)), str(tuple(expected)))

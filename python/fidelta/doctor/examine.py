@@ -98,7 +98,7 @@ def examine(path, *, prompts=None, max_new_tokens=32, max_memory=None, progress=
         _fits(checkpoint, sizes, max_memory)
     found = Examination(str(path), str(checkpoint.config.get("model_type", "")), checkpoint.nbytes, len(checkpoint.tensors))
     found.findings += checks.files(checkpoint)
-    found.findings += checks.names(names)
+    found.findings += checks.names(names, checkpoint)
     statistics = _scan(checkpoint, progress)
     for check in (checks.scales, checks.norms, checks.gates):
         found.findings += check(names, statistics)

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 CODES = {
     "file-truncated": ("error", "the download or copy ended early", "fetch this file again", "compare its size and checksum with the source's"),
     "file-header": ("error", "the file is not a safetensors file, or its header is damaged", "fetch this file again", "open it with the safetensors library"),
+    "file-pointer": ("error", "the repository was cloned without git-lfs, so only pointers to the large files came", "run git lfs pull in the folder, or fetch this file again", "the file's size: a pointer has about 130 bytes"),
     "file-offsets": ("error", "the header's offsets and the data disagree: a faulty writer, or damage", "write or fetch this file again", "open it with the safetensors library"),
     "shard-missing": ("error", "the index names a shard that is not there", "fetch the missing shard", "list the folder against the index"),
     "index-mismatch": ("error", "the index and the shards come from different versions", "fetch index and shards together", "compare the index's weight_map with the headers"),
