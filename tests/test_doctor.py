@@ -308,6 +308,48 @@ def test_wrong_arguments():
         assert stopped.value.code == 2
 
 
+# The config ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_assumed_theta_is_told(broken, capsys):
+    path = broken(config=lambda told: told["text_config"]["rope_parameters"].pop("rope_theta"))
+    examination, findings = found(path)
+    assert ("config-assumed", "rope_theta") in findings
+    assert next(f for f in examination.findings if f.code == "config-assumed").severity == "info"
+    assert examination.healthy == (len(findings) == 1)
+    assert main(["doctor", str(path), "--max-new-tokens", "0"]) == examination.exit_code
+    assert "10000000 is assumed" in capsys.readouterr().out
+
+
+def test_an_info_hides_no_failure(broken):
+    path = broken(config=lambda told: told["text_config"]["rope_parameters"].pop("rope_theta"))
+    (path / "tokenizer.json").unlink()
+    examination, findings = found(path)
+    assert {code for code, _ in findings} == {"config-assumed", "forward-failed"} and examination.exit_code == 1
+
+
+@pytest.mark.parametrize("eps, warned", [(1e-9, True), (1e-8, False), (1e-3, False), (0.1, True)])
+def test_a_strange_eps_is_a_warning(eps, warned, broken):
+    examination, findings = found(broken(config=lambda told: told["text_config"].update(rms_norm_eps=eps)))
+    assert (("config-range", "rms_norm_eps") in findings) == warned and (not warned or examination.exit_code == 1)
+
+
+@pytest.mark.parametrize("config, text", [
+    ({"rope_parameters": []}, "rope_parameters is []; expected an object"),
+    ({"rope_parameters": 0}, "rope_parameters is 0; expected an object"),
+    ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; expected an object"),
+    ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' is not supported; expected 'default'"),
+    ({"rope_scaling": {"type": "yarn"}}, "rope_type 'yarn' is not supported; expected 'default'"),
+    ({"rope_parameters": {"rope_theta": None}}, "rope_theta is None; expected a number above 0"),
+    ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; expected 'silu'"),
+])
+def test_options_that_cannot_run(config, text, broken, capsys):
+    path = broken(config=lambda told: told["text_config"].update(config))
+    assert main(["doctor", str(path)]) == 2
+    shown = capsys.readouterr()
+    assert shown.err == f"fidelta doctor: {path}: config.json: {text}\n" and not shown.out
+
+
 # The command ---------------------------------------------------------------------------------------------------------
 
 

@@ -5,12 +5,14 @@ import re
 
 import numpy as np
 
+from ..model.settings import ASSUMED, assumed
 from .findings import Finding
 
 SCALE_RATIO = 8.0  # a tensor's std against the median of its type in the other layers
 ZERO_ROWS = 0.10  # share of zero rows in a block of rows
 OFFSET_MEAN = 0.75  # mean of norm weights that are stored as an offset from one
 PLAIN_MEAN = 0.30  # mean of the gated norm's weights, stored plain
+EPS = (1e-8, 1e-3)  # of the norms
 A_LOG = (-12.0, 6.0)
 DT_BIAS = (-40.0, 40.0)
 
@@ -20,6 +22,14 @@ NORM = re.compile(r"(^norm|_?layernorm|_norm|linear_attn\.norm)\.weight$")
 def files(checkpoint):
     for problem in checkpoint.problems:
         yield Finding(problem.code, str(problem.where), problem.text)
+
+
+def config(text_config, settings):
+    for field in assumed(text_config):
+        yield Finding("config-assumed", field, f"config.json does not give it; {ASSUMED[field]:.15g} is assumed", "absent", ASSUMED[field])
+    if not EPS[0] <= settings.eps <= EPS[1]:
+        yield Finding("config-range", "rms_norm_eps", f"is {settings.eps:g}; trained models have {EPS[0]:g} .. {EPS[1]:g}",
+                      settings.eps, str(EPS))
 
 
 def names(name_map, checkpoint):

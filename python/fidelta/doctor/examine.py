@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from .. import ops
-from ..checkpoint import CheckpointError, name_map, open_checkpoint, read_sizes
+from ..checkpoint import CheckpointError, name_map, open_checkpoint
 from ..model import ModelError, load
 from ..model.settings import read_settings
 from . import checks, forward, probes
@@ -90,14 +90,15 @@ def examine(path, *, prompts=None, max_new_tokens=32, max_memory=None, progress=
     progress = progress or NoProgress()
     try:
         checkpoint = open_checkpoint(path)
-        _supported(checkpoint)
-        sizes, names = read_sizes(checkpoint), name_map(checkpoint)
+        sizes, settings = _supported(checkpoint)
+        names = name_map(checkpoint)
     except (CheckpointError, ModelError) as error:
         raise CannotRun(str(error)) from None
     if max_memory is not None:
         _fits(checkpoint, sizes, max_memory)
     found = Examination(str(path), str(checkpoint.config.get("model_type", "")), checkpoint.nbytes, len(checkpoint.tensors))
     found.findings += checks.files(checkpoint)
+    found.findings += checks.config(checkpoint.text_config, settings)
     found.findings += checks.names(names, checkpoint)
     statistics = _scan(checkpoint, progress)
     for check in (checks.scales, checks.norms, checks.gates):
@@ -115,7 +116,7 @@ def _supported(checkpoint):
     for file in ("quantize_config.json", "hf_quant_config.json"):
         if (Path(checkpoint.path) / file).exists():
             raise CannotRun(f"{checkpoint.path}: quantised weights ({file}) are not supported yet")
-    read_settings(checkpoint)
+    return read_settings(checkpoint)
 
 
 def _fits(checkpoint, sizes, limit):
@@ -153,7 +154,7 @@ def _run(found, checkpoint, sizes, statistics, prompts, max_new_tokens, progress
         if any(not ids for ids in sequences):
             raise CannotRun("a prompt is empty")
     except (CheckpointError, ModelError) as error:
-        if not found.findings:
+        if found.healthy:
             found.findings.append(Finding("forward-failed", str(checkpoint.path), str(error)))
         return
     own = prompts is None

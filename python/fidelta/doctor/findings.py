@@ -12,6 +12,8 @@ CODES = {
     "index-mismatch": ("error", "the index and the shards come from different versions", "fetch index and shards together", "compare the index's weight_map with the headers"),
     "tensor-duplicate": ("error", "two shards hold the same tensor, so the one loaded depends on the reader", "remove the stale shard", "list the folder against the index"),
     "dtype-unknown": ("error", "the file uses an element type that is not known here", "update fidelta, or store the tensor in a common type", "read the file's header"),
+    "config-assumed": ("info", "the config was written by an older tool, or by hand", "give the field the value that the model was trained with", "compare with the original's config.json"),
+    "config-range": ("warning", "a slip in the config, or the value of another field", "give the field the value that the model was trained with", "compare with the original's config.json"),
     "name-missing": ("error", "the writer dropped or renamed the tensor; a reader leaves it uninitialised", "get the tensor from the original checkpoint", "compare the tensor lists of both"),
     "name-unexpected": ("warning", "a tensor that no part of the model reads: renamed, left over, or of another architecture", "rename or remove it", "compare with the original's tensor list"),
     "prefix-repeated": ("warning", "training, merging and serving tools each added the wrapper's prefix", "rename the tensors to one prefix", "list the tensor names"),

@@ -9,6 +9,10 @@ class ModelError(ValueError):
     """A checkpoint that cannot be run, or input that the model cannot take; one line."""
 
 
+ROPE_TYPES = ("default", "mrope")
+ASSUMED = {"rope_theta": 1e7, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-6}  # as transformers does
+
+
 class Settings(NamedTuple):
     """Numbers beside the extents: `rotary` is how many dims of a head are rotated."""
 
@@ -26,10 +30,9 @@ def read_settings(checkpoint):
             raise ModelError(f"{checkpoint.path}: {reason}")
     try:
         sizes = read_sizes(checkpoint)
-        rope = config.get("rope_parameters") or {}
-        theta = _number({**config, **rope}, "rope_theta", 1e7)
-        factor = _number({**config, **rope}, "partial_rotary_factor", 0.25)
-        settings = Settings(_number(config, "rms_norm_eps", 1e-6), theta, int(sizes.head_dim * factor))
+        told = {**ASSUMED, **config, **(config.get("rope_parameters") or {})}
+        factor = _number(told, "partial_rotary_factor")
+        settings = Settings(_number(told, "rms_norm_eps"), _number(told, "rope_theta"), int(sizes.head_dim * factor))
     except CheckpointError as error:
         raise ModelError(f"{checkpoint.path}: {error}") from None
     rotary, width = settings.rotary, sizes.head_dim
@@ -41,6 +44,11 @@ def read_settings(checkpoint):
         if not least <= value <= most:
             raise ModelError(f"{checkpoint.path}: config.json: {field} is {value}; the ops take {least} .. {most}")
     return sizes, settings
+
+
+def assumed(config):
+    """The fields of ASSUMED that a text config does not give."""
+    return [field for field in ASSUMED if field not in {**config, **(config.get("rope_parameters") or {})}]
 
 
 def _refuse_architecture(checkpoint, config):
@@ -64,11 +72,14 @@ def _refuse_quantised(checkpoint, config):
 
 
 def _refuse_options(checkpoint, config):
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        return "config.json: rope_parameters is no object"
-    given = {"rope_type": rope.get("rope_type", rope.get("type")), **config}
-    for field, accepted in (("rope_type", ("default", "mrope")), ("hidden_act", ("silu", "swish")),
+    given = dict(config)
+    for field in ("rope_scaling", "rope_parameters"):
+        rope = {} if config.get(field) is None else config[field]
+        if not isinstance(rope, dict):
+            return f"config.json: {field} is {rope!r}; expected an object"
+        if given.get("rope_type") in (None, *ROPE_TYPES):
+            given["rope_type"] = rope.get("rope_type", rope.get("type"))
+    for field, accepted in (("rope_type", ROPE_TYPES), ("hidden_act", ("silu", "swish")),
                             ("attention_bias", (False,)), ("attn_output_gate", (True,)),
                             ("output_gate_type", ("silu", "swish"))):
         value = given.get(field)
@@ -77,8 +88,8 @@ def _refuse_options(checkpoint, config):
     return None
 
 
-def _number(config, field, default):
-    value = config.get(field, default)
+def _number(config, field):
+    value = config[field]
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
         raise CheckpointError(f"config.json: {field} is {value!r}; expected a number above 0")
     return float(value)
