@@ -354,6 +354,22 @@ static Status rule_check(Check *c, const Rule *r)
     return fail(c->err, BAD_SHAPE, "%s", message.text);
 }
 
+/* NaN stands for the default of an extent, which is always in range. */
+static Status numbers_check(Check *c)
+{
+    const Spec *spec = c->spec;
+    for (int i = spec->first[ROW_NUM_RANGE]; i < spec->first[ROW_NUM_RANGE + 1]; i++) {
+        const Row *row = spec->rule[i].row;
+        const Scalar *s = &spec->scalar[spec->rule[i].scalar];
+        double came = *(const double *)((const char *)c->args + s->at);
+        if ((came >= row->low && came <= row->high) || (s->from_extent && isnan(came)))
+            continue;
+        return fail(c->err, BAD_VALUE, "%s: %s is %.12g; expected %g .. %g", spec->name, row->name,
+                    came, row->low, row->high);
+    }
+    return OK;
+}
+
 /* Dims into the struct; a dim of arguments that were left out is 0. */
 static void dims_store(Check *c)
 {
@@ -374,6 +390,8 @@ Status spec_check(const Spec *spec, void *args, Error *err)
     for (int i = 0; i < spec->dims; i++)
         c.dim[i] = c.source[i] = c.without[i] = -1;
     Status status = presence_check(&c);
+    if (status == OK)
+        status = numbers_check(&c);
     for (int i = 0; i < spec->args && status == OK; i++)
         if (check_tensor(&c, i)->given) {
             status = arg_check(&c, i);

@@ -28,6 +28,7 @@ const int DTYPE_SIZE[DTYPE_COUNT] = {
 #define HINT(arg, shape, words) {.kind = ROW_HINT, .name = #arg, .second = shape, .doc = words},
 #define NUM(n, standard, words) \
     {.kind = ROW_NUM, .name = #n, .second = standard, .doc = words, .at = offsetof(Args, n)},
+#define NUM_RANGE(n, from, to) {.kind = ROW_NUM_RANGE, .name = #n, .low = from, .high = to},
 #define INT(n, standard, words) \
     {.kind = ROW_INT, .name = #n, .second = standard, .doc = words, .at = offsetof(Args, n)},
 #define FLAG(n, standard, words) \

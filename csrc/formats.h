@@ -19,6 +19,7 @@
      ABSENT(arg, name, extent)         without arg, the dim `name` is `extent`
      HINT(arg, shape, text)            tried after a shape mismatch only; if it fits, text ends the message
      NUM(name, default, doc)           float64; a default may be an extent to a power: "K^-0.5"
+     NUM_RANGE(name, low, high)        NUM name lies in low .. high; every NUM has one, since kernels compute in float32
      INT(name, default, doc)           int64
      FLAG(name, default, doc)          bool
      CHOICE(name, values, doc)         one of the values divided by |; the first is the default
@@ -64,6 +65,9 @@
 #endif
 #ifndef NUM
 #define NUM(name, standard, doc)
+#endif
+#ifndef NUM_RANGE
+#define NUM_RANGE(name, low, high)
 #endif
 #ifndef INT
 #define INT(name, standard, doc)
@@ -122,6 +126,7 @@
 
 #define REAL "float32 float16 bfloat16"
 #define WHOLE "int32 int64"
+#define LARGEST 3.4e38 /* of float32, rounded down */
 
 OP(gated_delta_rule, "Gated delta rule over whole sequences (prefill), in chunks: S = exp(g) S; S += k (beta (v - S'k))'; o = S' q scale")
     DIM(B, "batch") DIM(T, "time") DIM(H, "key heads") DIM(HV, "value heads") DIM(K, "key width") DIM(V, "value width")
@@ -166,6 +171,7 @@ OP(gated_delta_rule, "Gated delta rule over whole sequences (prefill), in chunks
     CHOICE(head_map, "grouped|tiled", "the key head of value head h: h // (HV/H), or h % H")
     CHOICE(state_layout, "kv|vk", "axis order of every state's last two axes")
     CHOICE(rounding, "float32|hf", "hf: beta = sigmoid(b) is rounded to beta's dtype, as transformers does")
+    NUM_RANGE(scale, -LARGEST, LARGEST) NUM_RANGE(l2norm_eps, 0, LARGEST)
     RULE("H >= 1") RULE("HV % H") RULE("K >= 1") RULE("K <= 256") RULE("V >= 1") RULE("V <= 256")
     RULE_IF(cu_seqlens, "B == 1")
     GIVEN_IF(A_log, gate, raw) GIVEN_IF(dt_bias, gate, raw)
@@ -221,6 +227,7 @@ OP(gated_delta_rule_step, "Gated delta rule for 1 to 16 new tokens a sequence (d
     CHOICE(head_map, "grouped|tiled", "the key head of value head h: h // (HV/H), or h % H")
     CHOICE(state_layout, "kv|vk", "axis order of every state's last two axes")
     CHOICE(rounding, "float32|hf", "hf: beta = sigmoid(b) is rounded to beta's dtype, as transformers does")
+    NUM_RANGE(scale, -LARGEST, LARGEST) NUM_RANGE(l2norm_eps, 0, LARGEST)
     RULE("H >= 1") RULE("HV % H") RULE("K >= 1") RULE("K <= 256") RULE("V >= 1") RULE("V <= 256")
     RULE_IF(cu_seqlens, "B == 1")
     GIVEN_IF(A_log, gate, raw) GIVEN_IF(dt_bias, gate, raw)
@@ -329,6 +336,7 @@ OP(l2norm, "y = x / sqrt(sum x^2 + eps) over the last axis")
     ARG(x, IN,  "* D", REAL,         ROWS, "input")
     ARG(y, OUT, "* D", "float32 =x", ROWS, "output")
     NUM(eps, "1e-6", "added to the sum of squares, inside the root")
+    NUM_RANGE(eps, 0, LARGEST)
     SHARE(y, x)
 END(l2norm)
 
@@ -339,6 +347,7 @@ OP(rms_norm, "y = x / sqrt(mean x^2 + eps) times the weight, over the last axis"
     ARG(y,      OUT, "* D", "float32 =x", ROWS, "output")
     NUM(eps, "1e-6", "added to the mean of squares, inside the root")
     CHOICE(weight_kind, "w|1+w", "what multiplies: the weight, or one plus it (Qwen3-Next and Qwen3.5, all norms but the gated one)")
+    NUM_RANGE(eps, 0, LARGEST)
     RULE("D >= 1")
     SHARE(y, x)
 END(rms_norm)
@@ -351,6 +360,7 @@ OP(rms_norm_gated, "y = x / sqrt(mean x^2 + eps) times the weight times act(z), 
     ARG(y,      OUT, "* D", "float32 =x", ROWS, "output")
     NUM(eps, "1e-6", "added to the mean of squares, inside the root")
     CHOICE(activation, "silu|sigmoid", "of z")
+    NUM_RANGE(eps, 0, LARGEST)
     RULE("D >= 1")
     SHARE(y, x)
 END(rms_norm_gated)
@@ -366,6 +376,7 @@ END(linear)
 
 #undef REAL
 #undef WHOLE
+#undef LARGEST
 #undef OP
 #undef DIM
 #undef ARG
@@ -373,6 +384,7 @@ END(linear)
 #undef ABSENT
 #undef HINT
 #undef NUM
+#undef NUM_RANGE
 #undef INT
 #undef FLAG
 #undef CHOICE

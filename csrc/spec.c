@@ -211,6 +211,9 @@ static int rule_fields(Spec *spec, const Row *row, Rule *rule)
     case ROW_SLOTS:
         rule->scalar = scalar_named(spec, row->third, ROW_INT);
         return (rule->dim = dim_named(spec, row->second)) >= 0 && rule->scalar >= 0;
+    case ROW_NUM_RANGE:
+        rule->scalar = scalar_named(spec, row->name, ROW_NUM);
+        return rule->scalar >= 0 && row->low <= row->high;
     case ROW_INDEX:
         return !row->second[0] || text_is_extent(spec, row->second, &rule->right);
     case ROW_LONGEST:
@@ -226,7 +229,8 @@ static Status rule_compile(Spec *spec, const Row *row, Error *err)
         return bad_row(spec, row, "too many rules", err);
     Rule *rule = &spec->rule[spec->rules++];
     *rule = (Rule){.row = row, .arg = -1, .other = -1, .dim = -1, .scalar = -1};
-    if (row->name && (rule->arg = arg_named(spec, row->name)) < 0)
+    int names_arg = row->name && row->kind != ROW_NUM_RANGE;
+    if (names_arg && (rule->arg = arg_named(spec, row->name)) < 0)
         return bad_row(spec, row, "no such argument", err);
     if (!rule_fields(spec, row, rule))
         return bad_row(spec, row, "it names nothing, or cannot be read", err);

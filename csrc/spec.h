@@ -24,7 +24,7 @@ typedef enum { READ, WRITE, BOTH } SlotUse;
 typedef enum {
     ROW_DIM, ROW_ARG, ROW_ALT, ROW_ABSENT, ROW_HINT, ROW_NUM, ROW_INT, ROW_FLAG, ROW_CHOICE, ROW_RULE,
     ROW_RULE_IF, ROW_GIVEN_IF, ROW_NEEDS, ROW_EXCLUDES, ROW_SPANS, ROW_OFFSETS, ROW_SLOTS, ROW_INDEX,
-    ROW_POSITIONS, ROW_LONGEST, ROW_LONGEST_IF, ROW_RANGE_IF, ROW_SHARE, ROW_KINDS
+    ROW_POSITIONS, ROW_LONGEST, ROW_LONGEST_IF, ROW_RANGE_IF, ROW_SHARE, ROW_NUM_RANGE, ROW_KINDS
 } RowKind;
 /* clang-format on */
 
@@ -91,7 +91,7 @@ typedef struct {
     const Row *row;
     int arg, other; /* args */
     int dim;
-    int scalar, value; /* the CHOICE and its value; the INT pad of SLOTS */
+    int scalar, value; /* the CHOICE and its value; the INT pad of SLOTS; the NUM of NUM_RANGE */
     char op;           /* RULE: l g = % */
     Extent left, right;
     Shape shape;

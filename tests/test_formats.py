@@ -722,6 +722,30 @@ def test_number(op, row):
         e.refused(ValueError, f"{row['name']} is {value}; expected a finite number", **{row["name"]: float(value)})
 
 
+@each("NUM")
+def test_number_too_large(op, row):
+    e = Example(op)
+    for value in (10**400, -(10**400)):
+        e.refused(ValueError, f"{row['name']} does not fit a float; expected a smaller number", **{row["name"]: value})
+
+
+@each("NUM_RANGE")
+def test_num_range(op, row):
+    e, name = Example(op), row["name"]
+    for value in (row["low"], row["high"], (row["low"] + row["high"]) / 2, None):
+        e.run(**{name: value})
+    for wrong in (row["high"] * 1.001, 1e300, -1e300, row["low"] * 1.001 or -1e-6):
+        e.refused(ValueError, f"{name} is {wrong:.12g}; expected {row['low']:g} .. {row['high']:g}", **{name: wrong})
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_number_has_a_range_in_float32(op):
+    ranges = {row["name"]: row for row in rows(op, "NUM_RANGE")}
+    assert set(ranges) == {row["name"] for row in rows(op, "NUM")}
+    for row in ranges.values():
+        assert np.isfinite(np.float32([row["low"], row["high"]])).all()
+
+
 @each("INT")
 def test_integer(op, row):
     e = Example(op)

@@ -217,8 +217,13 @@ static Status num_from(Frame *f, int param, PyObject *object, double *out)
                                   is_numpy(object, "numpy.float") || is_numpy(object, "numpy.int")))
         return scalar_fail(f, param, object, "a float");
     *out = PyFloat_AsDouble(object);
-    if (*out == -1.0 && PyErr_Occurred())
-        return BAD_TYPE;
+    if (*out == -1.0 && PyErr_Occurred()) {
+        if (!PyErr_ExceptionMatches(PyExc_OverflowError))
+            return BAD_TYPE;
+        PyErr_Clear();
+        return fail(&f->err, BAD_VALUE, "%s: %s does not fit a float; expected a smaller number",
+                    f->op->spec.name, PyUnicode_AsUTF8(f->op->name[param]));
+    }
     if (!isfinite(*out))
         return fail(&f->err, BAD_VALUE, "%s: %s is %s; expected a finite number", f->op->spec.name,
                     PyUnicode_AsUTF8(f->op->name[param]),

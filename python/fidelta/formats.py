@@ -84,6 +84,7 @@ def rule_words(row):
         "POSITIONS": lambda: f"{arg}: pairs of a sequence, 0 .. {row['dim']}-1, and 0 .. as many tokens as it has",
         "LONGEST": lambda: f"no sequence has more than {row['extent']} tokens",
         "LONGEST_IF": lambda: f"with {arg} of {row['dim']} > 1: no sequence has more than {row['dim']} tokens",
+        "NUM_RANGE": lambda: f"`{row['name']}`: {number(row['low'])} .. {number(row['high'])}",
         "SLOTS": lambda: f"{arg}: 0 .. {row['dim']}-1, or `{row['pad']}`{SLOT_USES[row['use']]}",
         "INDEX": lambda: f"{arg}: at least {number(row['low'])}" + (f", below {row['extent']}" if row["extent"] else ""),
         "RANGE_IF": lambda: f"{arg}: {number(row['low'])} .. {number(row['high'])} with {choice(row['when'])}",

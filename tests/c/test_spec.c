@@ -98,6 +98,7 @@ static void test_bad_rows(void)
     BAD("names nothing", "given if", .kind = ROW_GIVEN_IF, .name = "x", .second = "mode=a");
     BAD("names nothing", "slots", .kind = ROW_SLOTS, .name = "x", .second = "A", .third = "pad");
     BAD("names nothing", "index", .kind = ROW_INDEX, .name = "x", .second = "C");
+    BAD("names nothing", "range of nothing", .kind = ROW_NUM_RANGE, .name = "eps", .high = 1);
     BAD("names nothing", "hint", .kind = ROW_HINT, .name = "x", .second = "C A");
     BAD("no such argument, choice or value", "alt", .kind = ROW_ALT, .name = "x",
         .second = "mode=a", .third = "3 A");
@@ -235,6 +236,10 @@ static void test_defaults(void)
     a.o = tensor(memory + 40, F32, 4, SHAPE(1, 2, 2, 3));
     expect(spec_check(spec, &a, &err) == OK, "defaults", err.text);
     expect(a.scale == 0.5 && a.pad_slot == -1 && a.l2norm_eps == 1e-6, "defaults", "scalars");
+    a.l2norm_eps = NAN;
+    expect(spec_check(spec, &a, &err) == BAD_VALUE &&
+               !strcmp(err.text, "gated_delta_rule: l2norm_eps is nan; expected 0 .. 3.4e+38"),
+           "range", err.text);
     expect(a.B == 1 && a.T == 2 && a.N == 1 && a.S == 1 && a.SW == 1 && a.P == 0, "defaults",
            "dims");
     free(spec);
