@@ -301,6 +301,12 @@ def test_max_memory():
     assert examine(TINY, max_memory=2 << 30, max_new_tokens=0).healthy
 
 
+def test_max_memory_counts_the_tokens_of_the_prompts():
+    with pytest.raises(CannotRun, match="needs about .* MiB; --max-memory allows 512"):
+        examine(TINY, prompts=["import os\n" * 20_000], max_memory=512 << 20)
+    assert examine(TINY, prompts=["import os\n"], max_memory=512 << 20, max_new_tokens=0).loss
+
+
 def test_wrong_arguments():
     for words in (["doctor"], ["doctor", str(TINY), "--max-memory", "lots"], ["doctor", str(TINY), "--what"], ["heal"]):
         with pytest.raises(SystemExit) as stopped:

@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import ops
 from ..checkpoint import CheckpointError, name_map, open_checkpoint
-from ..model import ModelError, load
+from ..model import Model, ModelError, load
 from ..model.settings import read_settings
 from . import checks, forward, probes
 from .findings import Finding
@@ -95,7 +95,7 @@ def examine(path, *, prompts=None, max_new_tokens=32, max_memory=None, progress=
     except (CheckpointError, ModelError) as error:
         raise CannotRun(str(error)) from None
     if max_memory is not None:
-        _fits(checkpoint, sizes, max_memory)
+        _fits(Model(checkpoint, names, sizes, settings), [*(prompts or ()), *forward.PROMPTS], max_memory)
     found = Examination(str(path), str(checkpoint.config.get("model_type", "")), checkpoint.nbytes, len(checkpoint.tensors))
     found.findings += checks.files(checkpoint)
     found.findings += checks.config(checkpoint.text_config, settings)
@@ -119,20 +119,28 @@ def _supported(checkpoint):
     return read_settings(checkpoint)
 
 
-def _fits(checkpoint, sizes, limit):
-    """What is held at once: one tensor in float32 blocks, the layer that is read, activations of the prompts."""
-    layer, largest = {}, 0
-    for name, info in checkpoint.tensors.items():
+def _fits(model, texts, limit):
+    """What is held at once: one tensor in float32 blocks, the layer that is read, activations and logits of the prompts."""
+    layer, largest, sizes = {}, 0, model.sizes
+    for name, info in model.checkpoint.tensors.items():
         size = info.end - info.begin
         largest = max(largest, size)
         parts = name.split(".layers.")
         if len(parts) == 2:
             index = parts[1].split(".")[0]
             layer[index] = layer.get(index, 0) + size
-    tokens = 1024
-    needed = (256 << 20) + max([largest, *layer.values()]) + 4 * tokens * (sizes.vocab + 8 * sizes.intermediate)
+    tokens = [_count_tokens(model, text) for text in texts]
+    needed = (256 << 20) + max([largest, *layer.values()]) + 4 * sum(tokens) * (
+        sizes.vocab + 8 * max(sizes.intermediate, sizes.hidden)) + 32 * max(tokens, default=0) * sizes.vocab
     if needed > limit:
-        raise CannotRun(f"{checkpoint.path}: needs about {needed / 2**20:.0f} MiB; --max-memory allows {limit / 2**20:.0f}")
+        raise CannotRun(f"{model.checkpoint.path}: needs about {needed / 2**20:.0f} MiB; --max-memory allows {limit / 2**20:.0f}")
+
+
+def _count_tokens(model, text):
+    try:
+        return len(_encode(model, text)) if model.tokenizer else 0
+    except ModelError:  # without a tokenizer no text is tried
+        return 0
 
 
 def _scan(checkpoint, progress):
