@@ -382,6 +382,16 @@ def test_json_on_stdout(broken):
     assert all(finding[key] for key in ("text", "cause", "mend", "verify"))
 
 
+def test_the_json_file_is_opened_before_the_work(tmp_path, monkeypatch, capsys):
+    def work(*_, **__):
+        raise AssertionError("the work has started")
+
+    monkeypatch.setattr(sys.modules["fidelta.doctor"], "examine", work)
+    for file in (tmp_path, tmp_path / "nowhere" / "out.json", ""):
+        assert main(["doctor", str(TINY), "--json", str(file)]) == 2
+        assert capsys.readouterr().err.startswith("fidelta doctor: [Errno ")
+
+
 def test_help_and_version():
     assert "exit code" in run("doctor", "--help").stdout
     assert run("--version").stdout.startswith("fidelta ")

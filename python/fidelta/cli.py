@@ -73,13 +73,14 @@ def _doctor(arguments):
 
     if arguments.threads:
         set_num_threads(arguments.threads)
-    try:
-        with _progress() as progress:
-            examination = examine(arguments.path, prompts=arguments.prompt, max_new_tokens=arguments.max_new_tokens,
-                                  max_memory=arguments.max_memory, progress=progress, thorough=arguments.all)
-        written = json.dumps(_plain(examination.as_dict()), indent=2, allow_nan=False)
-        if arguments.json and arguments.json != "-":
-            with open(arguments.json, "w", encoding="utf-8") as file:
+    to_file = arguments.json not in (None, "-")
+    try:  # the file is opened first: that it cannot be written must not be learnt after the work
+        with open(arguments.json, "w", encoding="utf-8") if to_file else contextlib.nullcontext() as file:
+            with _progress() as progress:
+                examination = examine(arguments.path, prompts=arguments.prompt, max_new_tokens=arguments.max_new_tokens,
+                                      max_memory=arguments.max_memory, progress=progress, thorough=arguments.all)
+            written = json.dumps(_plain(examination.as_dict()), indent=2, allow_nan=False)
+            if to_file:
                 file.write(written + "\n")
     except (CannotRun, OSError) as error:
         print(f"fidelta doctor: {error}", file=sys.stderr)
