@@ -179,6 +179,17 @@ def test_v_first(order, broken):
     assert order[0] in "".join(f.text for f in examination.findings)
 
 
+def test_readings_beside_another_error_are_tried_with_all(broken):
+    def change(tensors):
+        swap_q_and_k((2,), ["in_proj_qkv"])(tensors)
+        names = [name for name in tensors if "visual" in name and tensors[name].size]
+        tensors[names[0]].reshape(-1)[0] = np.nan
+
+    path = broken(change)
+    assert {code for code, _ in found(path)[1]} & {"value-nan", "layout-order"} == {"value-nan"}
+    assert ("layout-order", QKV.format(2)) in found(path, thorough=True)[1]
+
+
 def test_doubled_prefix(broken):
     def change(tensors):
         return {name.replace(PREFIX, PREFIX + "language_model."): x for name, x in tensors.items()}

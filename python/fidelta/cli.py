@@ -41,7 +41,7 @@ def _parser():
     doctor.add_argument("--max-memory", type=_size, metavar="SIZE", help="refuse to start when more is needed, such as 4G or 512M")
     doctor.add_argument("--max-new-tokens", type=_count, default=32, metavar="N", help="length of the greedy continuation (default 32)")
     doctor.add_argument("--threads", type=_threads, default=0, metavar="N", help="threads of the kernels (default: all cores)")
-    doctor.add_argument("--all", action="store_true", help="also try the rarer orders of q, k and v when nothing looks wrong")
+    doctor.add_argument("--all", action="store_true", help="try every other reading of the weights: the rarer orders of q, k and v too, also beside other errors and in a large model")
     doctor.set_defaults(run=_doctor)
     return parser
 

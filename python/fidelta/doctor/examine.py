@@ -81,7 +81,7 @@ def examine(path, *, prompts=None, max_new_tokens=32, max_memory=None, progress=
     prompts         texts; five built-in ones when None
     max_new_tokens  length of the greedy continuation
     max_memory      bytes; CannotRun when the largest step needs more
-    thorough        also try the rarer block orders when nothing looks wrong
+    thorough        try every other reading: the rarer block orders too, also beside other errors and in a large model
 
     Returns an Examination. CannotRun, one line, when there is nothing to examine: no such directory, an unreadable
     config.json, an architecture that is not supported yet.
