@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import fidelta
 from dlpack_shim import Shim
 from fidelta import _core
 
@@ -121,6 +122,18 @@ def test_many_axes():
     _core.l2norm(np.ones(shape, "f"), np.ones(shape, "f"))
     with pytest.raises(_core.ShapeError, match=r"x has 9 axes; expected \(\* D\)"):
         _core.l2norm(np.ones((1, *shape), "f"), np.ones((1, *shape), "f"))
+
+
+def test_masked_arrays_are_refused(x):
+    masked, text = np.ma.masked_greater(x, 1), "{0} is a masked array, whose mask would be lost; expected a plain array: "
+    for wrong in (masked, np.ma.array(x), type("Own", (np.ma.MaskedArray,), {})(x)):
+        with pytest.raises(TypeError) as info:
+            _core.l2norm(wrong, np.empty_like(x))
+        assert str(info.value) == "l2norm: " + text.format("x") + "pass x.filled(value) or x.data"
+    weight = np.ma.array(np.ones(8, "f"))
+    with pytest.raises(TypeError, match="^rms_norm: " + text.format("weight")):
+        fidelta.rms_norm(x, weight)
+    fidelta.rms_norm(masked.filled(0), weight.data)
 
 
 def test_subclass(x):

@@ -7,7 +7,8 @@
 #include <stdatomic.h>
 #include <string.h>
 
-static PyObject *name_exchange, *name_dlpack, *name_max_version, *name_requires_grad, *name_is_neg;
+static PyObject *name_exchange, *name_dlpack, *name_max_version, *name_requires_grad, *name_is_neg,
+    *name_masked;
 static PyObject *max_version, *only_max_version; /* (1, 1) and ("max_version",) */
 
 /* The scalar types by which ml_dtypes' element types are known, in the order of EXTRA. */
@@ -21,10 +22,11 @@ static int names_make(void)
     name_max_version = PyUnicode_InternFromString("max_version");
     name_requires_grad = PyUnicode_InternFromString("requires_grad");
     name_is_neg = PyUnicode_InternFromString("is_neg");
+    name_masked = PyUnicode_InternFromString("numpy.ma");
     max_version = Py_BuildValue("(ii)", 1, 1);
     only_max_version = name_max_version ? PyTuple_Pack(1, name_max_version) : NULL;
-    return name_exchange && name_dlpack && name_requires_grad && name_is_neg && max_version &&
-           only_max_version;
+    return name_exchange && name_dlpack && name_requires_grad && name_is_neg && name_masked &&
+           max_version && only_max_version;
 }
 
 int convert_init(void)
@@ -349,10 +351,33 @@ static Status from_capsule(PyObject *object, const Spec *spec, int arg, Tensor *
     return status;
 }
 
+/* Of arrays of a class of their own only: one with a mask holds nothing that can be computed with where it is set. */
+static Status mask_check(PyObject *object, const Spec *spec, int arg, Error *err)
+{
+    PyObject *module = PyImport_GetModule(name_masked); /* none without an import, so no such array either */
+    PyObject *masked = module ? PyObject_GetAttrString(module, "MaskedArray") : NULL;
+    if (!masked)
+        PyErr_Clear();
+    int is_masked = masked ? PyObject_IsInstance(object, masked) : 0;
+    Py_XDECREF(masked);
+    Py_XDECREF(module);
+    if (is_masked <= 0)
+        return is_masked < 0 ? BAD_TYPE : OK;
+    const char *name = spec->arg[arg].row->name;
+    return fail(err, BAD_TYPE,
+                "%s: %s is a masked array, whose mask would be lost; expected a plain array: pass "
+                "%s.filled(value) or %s.data",
+                spec->name, name, name, name);
+}
+
 Status tensor_from(PyObject *object, const Spec *spec, int arg, Tensor *t, Lease *lease, Error *err)
 {
-    if (PyArray_Check(object))
+    if (PyArray_CheckExact(object))
         return from_numpy((PyArrayObject *)object, spec, arg, t, err);
+    if (PyArray_Check(object)) {
+        Status status = mask_check(object, spec, arg, err);
+        return status != OK ? status : from_numpy((PyArrayObject *)object, spec, arg, t, err);
+    }
     const DLExchange *table = exchange_find(object);
     if (table)
         return from_exchange(table, object, spec, arg, t, lease, err);
