@@ -332,13 +332,13 @@ static Status conflicts_check(Check *c, const Sequences *seq)
 static Status index_check(Check *c, const Rule *r)
 {
     const Tensor *t = check_tensor(c, r->arg);
-    int64_t low = (int64_t)r->row->low, end = INT64_MAX;
+    int64_t low = (int64_t)r->row->low, end = 0; /* used with an extent only */
     const char *extent = r->row->second;
     if (extent[0] && !extent_value(&r->right, c->dim, &end))
         return OK;
     for (int64_t i = 0; i < t->shape[0]; i++) {
         int64_t value = whole(t, i, 0);
-        if (value >= low && value < end)
+        if (value >= low && (!extent[0] || value < end))
             continue;
         Text text = {0};
         int first = 1;

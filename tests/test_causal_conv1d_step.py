@@ -51,6 +51,7 @@ def test_dtypes_and_y_over_x(variant, dtype, layout, rng):
 @pytest.mark.parametrize("T", [1, 2, 4, 12])
 def test_circular(variant, L, T, rng):
     both(inputs(rng, B=3, T=T, L=L), variant, history="circular", positions=np.array([0, 2, 2**40 + 5]))
+    both(inputs(rng, B=3, T=T, L=L), variant, history="circular", positions=np.array([2**63 - 1, 2**63 - 2, 2**62]))
 
 
 @each_variant(OP)

@@ -534,6 +534,7 @@ def test_index(op, row):
     for wrong in (-1, end):
         if wrong is not None:
             checked(e, f"{a}[1] is {wrong}; expected {words}", **{a: changed(e.args[a], 1, wrong)})
+    e.run(**{a: changed(e.args[a], 1, 2**63 - 1 if end is None else end - 1)})
 
 
 @each("POSITIONS")
