@@ -148,6 +148,31 @@ def test_what_is_no_tensor(x, value):
         _core.l2norm(value, x)
 
 
+DTYPES_OF_NOTHING = ["float31", "", "finfo", "__name__", "f4,,", 1, 1.5, object(), {"a": 1}, [], False]
+
+
+@pytest.mark.parametrize("library", ["numpy", pytest.param("torch", marks=needs_torch)])
+def test_result_dtypes_that_mean_nothing(x, library):
+    make = np.asarray if library == "numpy" else torch.as_tensor
+    foreign = [np.dtype("float32"), np.float32] if library == "torch" else [torch.float32] if torch else []
+    x, w = make(x), make(np.ones((2, 8), "f"))
+    q, g = x.reshape(1, 3, 5, 8), make(-np.ones((1, 3, 5), "f"))
+    calls = {"linear: out_dtype": lambda d: fidelta.linear(x, w, out_dtype=d),
+             "gated_delta_rule: out_dtype": lambda d: fidelta.gated_delta_rule(q, q, q, g, g, out_dtype=d),
+             "gated_delta_rule: state_dtype": lambda d: fidelta.gated_delta_rule(q, q, q, g, g, return_state=True, state_dtype=d)}
+    for wrong in DTYPES_OF_NOTHING + foreign:
+        for said, run in calls.items():
+            with pytest.raises(_core.DTypeError) as info:
+                run(wrong)
+            text = str(info.value)
+            assert text.startswith(f"{said.split(':')[0]}: "), text
+            if wrong not in ([], "finfo"):  # NumPy reads these as a dtype, which no op takes
+                assert text.startswith(f"{said} is {wrong!r}; expected a name such as \"float32\", or a dtype of "), text
+    for right in ("float32", None, x.dtype):
+        for run in calls.values():
+            run(right)
+
+
 # DLPack ---------------------------------------------------------------------------------------------------------------
 
 

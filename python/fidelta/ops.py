@@ -25,21 +25,36 @@ OPS = ("gated_delta_rule", "gated_delta_rule_step", "causal_conv1d", "causal_con
        "rms_norm", "rms_norm_gated", "linear")
 
 
-def _empty(like, shape, dtype, op, name):
-    """A new tensor of the library and on the device of `like`; `dtype` is a name, the library's own, or None for like's."""
+def _no_dtype(op, what, dtype, library):
+    return _core.DTypeError(f"{op}: {what} is {dtype!r:.100}; expected a name such as \"float32\", or a dtype of {library}")
+
+
+def _empty(like, shape, dtype, op, name, what="out_dtype"):
+    """A new tensor of the library and on the device of `like`; `dtype` is a name, the library's own, or None for like's.
+
+    `name` and `what` are the arguments that like and dtype come from."""
     if isinstance(like, np.ndarray):
         if dtype is None:
             return np.empty(shape, like.dtype)
-        return np.empty(shape, getattr(ml_dtypes, dtype, dtype) if isinstance(dtype, str) else dtype)
+        try:
+            own = np.dtype(getattr(ml_dtypes, dtype, dtype) if isinstance(dtype, str) else dtype)
+        except (TypeError, ValueError, SyntaxError):
+            raise _no_dtype(op, what, dtype, "NumPy") from None
+        return np.empty(shape, own)
     if hasattr(like, "new_empty"):  # torch: its module is loaded, or there would be no such tensor
-        if isinstance(dtype, str):
-            dtype = getattr(sys.modules[type(like.dtype).__module__], dtype, dtype)
-        return like.new_empty(shape) if dtype is None else like.new_empty(shape, dtype=dtype)
+        if dtype is None:
+            return like.new_empty(shape)
+        own = getattr(sys.modules[type(like.dtype).__module__], dtype, None) if isinstance(dtype, str) else dtype
+        if not isinstance(own, type(like.dtype)):
+            raise _no_dtype(op, what, dtype, "torch")
+        return like.new_empty(shape, dtype=own)
     library = type(like).__module__.partition(".")[0]
     if hasattr(like, "__array_namespace__") and library not in ("jax", "jaxlib"):  # JAX arrays cannot be written
         xp = like.__array_namespace__()
-        dtype = like.dtype if dtype is None else getattr(xp, dtype) if isinstance(dtype, str) else dtype
-        return xp.empty(shape, dtype=dtype, device=like.device)
+        own = like.dtype if dtype is None else getattr(xp, dtype, None) if isinstance(dtype, str) else dtype
+        if own is None:
+            raise _no_dtype(op, what, dtype, library)
+        return xp.empty(shape, dtype=own, device=like.device)
     if hasattr(like, "__dlpack__"):
         raise TypeError(f"{op}: no writable tensor can be made in the library of {name} "
                         f"({type(like).__module__}.{type(like).__qualname__}); pass the outputs preallocated (out=...)")
@@ -129,16 +144,18 @@ def gated_delta_rule(q, k, v, g, beta, *, gate="log", beta_kind="value", A_log=N
     """
     if out is None:
         out = _empty(v, getattr(v, "shape", None), out_dtype, "gated_delta_rule", "v")
+    if state_dtype is None:
+        state_dtype = "float32"
     if return_state and final_state is None and write_slots is None:
         shape = _state_shape((_sequences(q, cu_seqlens),), k, v, state_layout)
-        final_state = _empty(v, shape, state_dtype or "float32", "gated_delta_rule", "v")
+        final_state = _empty(v, shape, state_dtype, "gated_delta_rule", "v", "state_dtype")
     if snapshot_every is not None:
         if snapshot_positions is not None:
             raise ValueError("gated_delta_rule: snapshot_every and snapshot_positions exclude each other")
         snapshot_positions = _snapshot_table(snapshot_every, q, cu_seqlens, token_range, read_slots, pad_slot)
     if snapshot_positions is not None and snapshots is None:
         shape = _state_shape((_extent(snapshot_positions, 0),), k, v, state_layout)
-        snapshots = _empty(v, shape, state_dtype or "float32", "gated_delta_rule", "v")
+        snapshots = _empty(v, shape, state_dtype, "gated_delta_rule", "v", "state_dtype")
     _core.gated_delta_rule(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, token_range, initial_state, read_slots,
                            has_initial_state, write_slots, final_state, snapshot_positions, snapshots, out,
                            scale, l2norm_eps, pad_slot, qk_l2norm, check_values, gate, beta_kind, head_map,
