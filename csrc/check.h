@@ -38,7 +38,7 @@ static inline Tensor *check_tensor(const Check *c, int arg)
 
 static inline const char *arg_name(const Check *c, int arg)
 {
-    return c->spec->arg[arg].row->name;
+    return c->spec->arg[arg].name;
 }
 
 static inline int arg_is_output(const Check *c, int arg)

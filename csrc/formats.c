@@ -23,6 +23,7 @@ const int DTYPE_SIZE[DTYPE_COUNT] = {
 #define ARG(n, r, shape, dtypes, order, words) \
     {.kind = ROW_ARG, .name = #n, .role = r, .second = shape, .third = dtypes, .layout = order, .doc = words, \
      .at = offsetof(Args, n)},
+#define ALIAS(arg, public) {.kind = ROW_ALIAS, .name = #arg, .second = #public},
 #define ALT(arg, choice, value, shape) {.kind = ROW_ALT, .name = #arg, .second = #choice "=" #value, .third = shape},
 #define ABSENT(arg, dim, extent) {.kind = ROW_ABSENT, .name = #arg, .second = #dim, .third = extent},
 #define HINT(arg, shape, words) {.kind = ROW_HINT, .name = #arg, .second = shape, .doc = words},

@@ -14,6 +14,7 @@
                  A name is fixed by the first row that has it bare or with one +n, -n, *n step.
          dtypes  names from dtypes.def, or `=x`: the dtype of argument x
          layout  ROWS (last axis has stride 1) | DENSE (C-contiguous) | ANY (the kernel reads every stride)
+     ALIAS(arg, name)                  the public function's name of arg, and the one that messages call it by
      ALT(arg, choice, value, shape)    when CHOICE choice is value, arg has its axes in this order; checked as
                                        written, then put in the first order by swapping strides; nothing is copied
      ABSENT(arg, name, extent)         without arg, the dim `name` is `extent`
@@ -53,6 +54,9 @@
 #endif
 #ifndef ARG
 #define ARG(name, role, shape, dtypes, layout, doc)
+#endif
+#ifndef ALIAS
+#define ALIAS(arg, name)
 #endif
 #ifndef ALT
 #define ALT(arg, choice, value, shape)
@@ -148,6 +152,7 @@ OP(gated_delta_rule, "Gated delta rule over whole sequences (prefill), in chunks
     ARG(snapshot_at,       OPT, "P 2",        WHOLE,         ANY,   "(sequence, number of tokens) of each snapshot")
     ARG(snapshots,     OUT_OPT, "P HV K V",   REAL,          ANY,   "the state after that many tokens: what final_state would be had the sequence ended there")
     ARG(o,                 OUT, "B T HV V",   "float32 =q",  ROWS,  "output")
+    ALIAS(snapshot_at, snapshot_positions) ALIAS(o, out)
     ALT(initial_state, state_layout, vk, "S HV V K")
     ALT(final_state,   state_layout, vk, "SW HV V K")
     ALT(snapshots,     state_layout, vk, "P HV V K")
@@ -205,6 +210,7 @@ OP(gated_delta_rule_step, "Gated delta rule for 1 to 16 new tokens a sequence (d
     ARG(write_slots,       OPT, "N W?",       WHOLE,         ANY,   "W = 1: the slot for the state after the last token; otherwise one for the state after each token; read_slots[:, 0] when left out")
     ARG(token_states,  OUT_OPT, "B T HV K V", REAL,          ANY,   "the state after each token")
     ARG(o,                 OUT, "B T HV V",   "float32 =q",  ROWS,  "output")
+    ALIAS(o, out)
     ALT(state,        state_layout, vk, "S HV V K")
     ALT(token_states, state_layout, vk, "B T HV V K")
     ABSENT(cu_seqlens, N, "B")
@@ -255,6 +261,7 @@ OP(causal_conv1d, "Depthwise causal convolution over time: y[t] = act(bias + sum
     ARG(write_slots,       OPT, "N",          WHOLE,         ANY,   "the slot of final_state that each sequence ends in")
     ARG(final_state,   OUT_OPT, "SW D L",     "float32 =x",  ANY,   "the last L inputs: of the initial history followed by x")
     ARG(y,                 OUT, "B T D",      "float32 =x",  ANY,   "output")
+    ALIAS(y, out)
     ALT(x, layout, bdt, "B D T")
     ALT(y, layout, bdt, "B D T")
     ABSENT(cu_seqlens, N, "B")
@@ -294,6 +301,7 @@ OP(causal_conv1d_step, "Depthwise causal convolution for a few new tokens a sequ
     ARG(positions,         OPT, "N",          WHOLE,         ANY,   "history=\"circular\": tokens seen so far; the next input goes to column positions % L")
     ARG(offsets,           OPT, "N",          WHOLE,         ANY,   "history=\"draft\": the first column that the first new token's taps read")
     ARG(y,                 OUT, "B T D",      "float32 =x",  ANY,   "output")
+    ALIAS(y, out)
     ALT(x, layout, bdt, "B D T")
     ALT(y, layout, bdt, "B D T")
     ABSENT(cu_seqlens, N, "B")
@@ -328,6 +336,7 @@ OP(gdn_gate, "The gates of a GDN layer: g = -exp(A_log) softplus(a + dt_bias), b
     ARG(dt_bias, IN,  "HV",   REAL,         ANY, "added to a before softplus")
     ARG(g,       OUT, "* HV", "float32",    ANY, "log decay, <= 0")
     ARG(beta,    OUT, "* HV", "float32 =b", ANY, "write strength, 0 .. 1")
+    ALIAS(g, g_out) ALIAS(beta, beta_out)
     CHOICE(rounding, "float32|hf", "hf: beta is rounded to b's dtype, as transformers does")
 END(gdn_gate)
 
@@ -335,6 +344,7 @@ OP(l2norm, "y = x / sqrt(sum x^2 + eps) over the last axis")
     DIM(D, "width")
     ARG(x, IN,  "* D", REAL,         ROWS, "input")
     ARG(y, OUT, "* D", "float32 =x", ROWS, "output")
+    ALIAS(y, out)
     NUM(eps, "1e-6", "added to the sum of squares, inside the root")
     NUM_RANGE(eps, 0, LARGEST)
     SHARE(y, x)
@@ -345,6 +355,7 @@ OP(rms_norm, "y = x / sqrt(mean x^2 + eps) times the weight, over the last axis"
     ARG(x,      IN,  "* D", REAL,         ROWS, "input")
     ARG(weight, IN,  "D",   REAL,         ANY,  "weight, or its offset from one (see weight_kind)")
     ARG(y,      OUT, "* D", "float32 =x", ROWS, "output")
+    ALIAS(y, out)
     NUM(eps, "1e-6", "added to the mean of squares, inside the root")
     CHOICE(weight_kind, "w|1+w", "what multiplies: the weight, or one plus it (Qwen3-Next and Qwen3.5, all norms but the gated one)")
     NUM_RANGE(eps, 0, LARGEST)
@@ -358,6 +369,7 @@ OP(rms_norm_gated, "y = x / sqrt(mean x^2 + eps) times the weight times act(z), 
     ARG(z,      IN,  "* D", REAL,         ROWS, "gate")
     ARG(weight, IN,  "D",   REAL,         ANY,  "weight")
     ARG(y,      OUT, "* D", "float32 =x", ROWS, "output")
+    ALIAS(y, out)
     NUM(eps, "1e-6", "added to the mean of squares, inside the root")
     CHOICE(activation, "silu|sigmoid", "of z")
     NUM_RANGE(eps, 0, LARGEST)
@@ -371,6 +383,7 @@ OP(linear, "y = x weight' + bias, accumulated in float32")
     ARG(weight, IN,  "N K", REAL,         ROWS, "weight, read in its own dtype")
     ARG(bias,   OPT, "N",   REAL,         ANY,  "added to every row")
     ARG(y,      OUT, "* N", "float32 =x", ROWS, "output")
+    ALIAS(y, out)
     HINT(weight, "K N", "this fits a transposed weight; pass weight.T stored row by row")
 END(linear)
 
@@ -380,6 +393,7 @@ END(linear)
 #undef OP
 #undef DIM
 #undef ARG
+#undef ALIAS
 #undef ALT
 #undef ABSENT
 #undef HINT

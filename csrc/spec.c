@@ -86,6 +86,7 @@ static Status arg_compile(Spec *spec, const Row *row, Error *err)
         return bad_row(spec, row, "too many arguments", err);
     Arg *arg = &spec->arg[spec->args];
     *arg = (Arg){.row = row,
+                 .name = row->name,
                  .at = row->at,
                  .role = (Role)row->role,
                  .layout = (Layout)row->layout,
@@ -165,6 +166,15 @@ static Status alt_compile(Spec *spec, const Row *row, Error *err)
         return bad_row(spec, row, "no such argument, choice or value", err);
     if (!shape_read(spec, row->third, &arg->alt) || !order_read(arg))
         return bad_row(spec, row, "the shape does not hold the first order's extents", err);
+    return OK;
+}
+
+static Status alias_compile(Spec *spec, const Row *row, Error *err)
+{
+    int index = arg_named(spec, row->name);
+    if (index < 0)
+        return bad_row(spec, row, "no such argument", err);
+    spec->arg[index].name = row->second;
     return OK;
 }
 
@@ -275,6 +285,8 @@ static Status row_compile(Spec *spec, const Row *row, Error *err)
     case ROW_FLAG:
     case ROW_CHOICE:
         return scalar_compile(spec, row, err);
+    case ROW_ALIAS:
+        return alias_compile(spec, row, err);
     case ROW_ALT:
         return alt_compile(spec, row, err);
     default:
@@ -360,9 +372,9 @@ void dtypes_text(const Spec *spec, int arg, int same, char *text, size_t size)
             snprintf(word[words++], sizeof word[0], "%s", DTYPE_NAME[i]);
     if (a->same_as >= 0 && same >= 0)
         snprintf(word[words++], sizeof word[0], "%s from %s", DTYPE_NAME[same],
-                 spec->arg[a->same_as].row->name);
+                 spec->arg[a->same_as].name);
     else if (a->same_as >= 0)
-        snprintf(word[words++], sizeof word[0], "the dtype of %s", spec->arg[a->same_as].row->name);
+        snprintf(word[words++], sizeof word[0], "the dtype of %s", spec->arg[a->same_as].name);
     size_t length = 0;
     for (int i = 0; i < words && length < size; i++)
         length += (size_t)snprintf(text + length, size - length, "%s%s",

@@ -24,7 +24,8 @@ typedef enum { READ, WRITE, BOTH } SlotUse;
 typedef enum {
     ROW_DIM, ROW_ARG, ROW_ALT, ROW_ABSENT, ROW_HINT, ROW_NUM, ROW_INT, ROW_FLAG, ROW_CHOICE, ROW_RULE,
     ROW_RULE_IF, ROW_GIVEN_IF, ROW_NEEDS, ROW_EXCLUDES, ROW_SPANS, ROW_OFFSETS, ROW_SLOTS, ROW_INDEX,
-    ROW_POSITIONS, ROW_LONGEST, ROW_LONGEST_IF, ROW_RANGE_IF, ROW_SHARE, ROW_NUM_RANGE, ROW_KINDS
+    ROW_POSITIONS, ROW_LONGEST, ROW_LONGEST_IF, ROW_RANGE_IF, ROW_SHARE, ROW_NUM_RANGE, ROW_ALIAS,
+    ROW_KINDS
 } RowKind;
 /* clang-format on */
 
@@ -63,6 +64,7 @@ typedef struct {
 
 typedef struct {
     const Row *row;
+    const char *name; /* in messages: the ALIAS, or the row's */
     size_t at;
     Role role;
     Layout layout;

@@ -35,6 +35,11 @@ def arg_row(op, name):
     return next(row for row in rows(op, "ARG") if row["name"] == name)
 
 
+def said(op, name):
+    """What messages call an argument: the public function's name."""
+    return next((row["name"] for row in rows(op, "ALIAS") if row["arg"] == name), name)
+
+
 def names_of(extent):
     return re.findall(r"[A-Za-z_]+", extent)
 
@@ -124,7 +129,7 @@ class Example:
             for extent in self.extents(row)[1]:
                 match = re.fullmatch(r"([A-Za-z_]+)([+*-]\d+)?", extent)
                 if match and match[1] not in words:
-                    source[match[1]] = f" from {row['name']}"
+                    source[match[1]] = f" from {said(self.op, row['name'])}"
                     words[match[1]] = f"{match[1]} = {self.dims[match[1]]}{source[match[1]]}"
             for absent in rows(self.op, "ABSENT"):
                 known = all(name in words for name in names_of(absent["extent"]))
@@ -174,14 +179,14 @@ def test_dtype(op, row):
         if word[0] == "=":
             words = [w for w in words if w != "float32"] + [f"float32 from {word[1:]}"]
     expected = " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-    e.refused(_core.DTypeError, f"{row['name']} has dtype {came}; expected {expected}",
+    e.refused(_core.DTypeError, f"{said(op, row['name'])} has dtype {came}; expected {expected}",
               **{row["name"]: np.zeros(e.shape(row), came)})
 
 
 @each("ARG")
 def test_dtype_that_no_row_knows(op, row):
     e = Example(op, [row["name"]])
-    with pytest.raises(_core.DTypeError, match=f"{op}: {row['name']} has dtype complex64; expected "):
+    with pytest.raises(_core.DTypeError, match=f"{op}: {said(op, row['name'])} has dtype complex64; expected "):
         e.run(**{row["name"]: np.zeros(e.shape(row), "complex64")})
 
 
@@ -190,7 +195,7 @@ def test_rank(op, row):
     e = Example(op, [row["name"]])
     text = row["shape"]
     shape = () if text[0] == "*" else (1, *e.shape(row))
-    e.refused(_core.ShapeError, f"{row['name']} has shape {tuple_text(shape)}; expected ({text})",
+    e.refused(_core.ShapeError, f"{said(op, row['name'])} has shape {tuple_text(shape)}; expected ({text})",
               **{row["name"]: np.zeros(shape, e.args[row["name"]].dtype)})
 
 
@@ -220,7 +225,7 @@ def test_extent(op, row, when, axis):
     hints = [h["text"] for h in rows(op, "HINT") if h["arg"] == name]
     with pytest.raises(_core.ShapeError) as info:
         e.run(**{name: np.zeros(shape, e.args[name].dtype)})
-    message = f"{op}: {name} has shape {tuple_text(shape)}; expected ({text}){words}"
+    message = f"{op}: {said(op, name)} has shape {tuple_text(shape)}; expected ({text}){words}"
     assert str(info.value) in [message] + [f"{message}; {hint}" for hint in hints]
 
 
@@ -231,7 +236,7 @@ def test_leading_axes(op, row):
     if row["name"] == first:
         return
     shape = (STARS[0] + 1, *e.args[row["name"]].shape[1:])
-    e.refused(_core.ShapeError, f"{row['name']} has shape {tuple_text(shape)}; expected ({row['shape']}) with * = "
+    e.refused(_core.ShapeError, f"{said(op, row['name'])} has shape {tuple_text(shape)}; expected ({row['shape']}) with * = "
               f"{tuple_text(STARS)} from {first}", **{row["name"]: np.zeros(shape, "float32")})
 
 
@@ -241,7 +246,7 @@ def test_last_axis_strided(op, row):
     shape = e.shape(row)
     t = np.zeros((*shape[:-1], 2 * shape[-1]), "float32")[..., ::2]
     strides = tuple_text(s // 4 for s in t.strides)
-    e.refused(_core.LayoutError, f"{row['name']} has strides {strides} for shape {tuple_text(shape)}; "
+    e.refused(_core.LayoutError, f"{said(op, row['name'])} has strides {strides} for shape {tuple_text(shape)}; "
               "expected stride 1 in the last axis", **{row["name"]: t})
 
 
@@ -250,7 +255,7 @@ def test_negative_stride(op, row):
     e = Example(op, [row["name"]])
     t = np.ascontiguousarray(e.args[row["name"]][::-1])[::-1]
     strides = tuple_text(s // t.itemsize for s in t.strides)
-    e.refused(_core.LayoutError, f"{row['name']} has strides {strides} for shape {tuple_text(t.shape)}; "
+    e.refused(_core.LayoutError, f"{said(op, row['name'])} has strides {strides} for shape {tuple_text(t.shape)}; "
               "expected no negative stride", **{row["name"]: t})
 
 
@@ -265,7 +270,7 @@ def test_stride_zero(op, row):
             e.run(**{row["name"]: flat})
         return
     strides = tuple_text(s // t.itemsize for s in flat.strides)
-    e.refused(_core.LayoutError, f"{row['name']} has strides {strides} for shape {tuple_text(t.shape)}; "
+    e.refused(_core.LayoutError, f"{said(op, row['name'])} has strides {strides} for shape {tuple_text(t.shape)}; "
               "expected no stride 0 in an output", **{row["name"]: flat})
 
 
@@ -281,7 +286,7 @@ def test_output_that_overlaps_itself(op, row):
     if len(shape) < 2:
         return
     view = np.lib.stride_tricks.as_strided(t, shape, [4 * s for s in strides])
-    e.refused(_core.LayoutError, f"{row['name']} has elements that share memory; expected an output without overlap",
+    e.refused(_core.LayoutError, f"{said(op, row['name'])} has elements that share memory; expected an output without overlap",
               **{row["name"]: view})
 
 
@@ -290,7 +295,7 @@ def test_read_only(op, row):
     e = Example(op, [row["name"]])
     t = e.args[row["name"]]
     t.flags.writeable = False
-    e.refused(_core.LayoutError, f"{row['name']} is read-only; expected writable memory")
+    e.refused(_core.LayoutError, f"{said(op, row['name'])} is read-only; expected writable memory")
 
 
 @each("ARG", where=lambda op, row: row["role"] in ("IN", "OPT"))
@@ -307,7 +312,7 @@ def test_not_aligned(op, row):
     if t.itemsize == 1:
         return
     view = np.zeros(t.nbytes + 8, "uint8")[1 : t.nbytes + 1].view(t.dtype).reshape(t.shape)
-    e.refused(_core.LayoutError, f"{row['name']} is not aligned; expected a multiple of its element size {t.itemsize}",
+    e.refused(_core.LayoutError, f"{said(op, row['name'])} is not aligned; expected a multiple of its element size {t.itemsize}",
               **{row["name"]: view})
 
 
@@ -317,7 +322,7 @@ def test_device(op, row):
     first = rows(op, "ARG")[0]["name"]
     if row["name"] == first:
         return
-    e.refused(_core.DeviceError, f"{row['name']} is on cuda:0; expected cpu from {first}",
+    e.refused(_core.DeviceError, f"{said(op, row['name'])} is on cuda:0; expected cpu from {first}",
               **{row["name"]: on_cuda(e.args[row["name"]])})
 
 
@@ -333,7 +338,7 @@ def test_missing(op, row):
     e = Example(op, [row["name"]])
     if row["role"] in ("OPT", "OUT_OPT"):
         return
-    e.refused(TypeError, f"{row['name']} is None; expected a tensor", **{row["name"]: None})
+    e.refused(TypeError, f"{said(op, row['name'])} is None; expected a tensor", **{row["name"]: None})
     del e.args[row["name"]]
     e.refused(TypeError, f"missing argument {row['name']}")
 
@@ -341,8 +346,37 @@ def test_missing(op, row):
 @each("ARG")
 def test_not_a_tensor(op, row):
     e = Example(op, [row["name"]])
-    e.refused(TypeError, f"{row['name']} is a list; expected a tensor: a NumPy array, or an object with __dlpack__",
+    e.refused(TypeError, f"{said(op, row['name'])} is a list; expected a tensor: a NumPy array, or an object with __dlpack__",
               **{row["name"]: e.args[row["name"]].tolist()})
+
+
+@each("ALIAS")
+def test_alias(op, row):
+    """Messages speak of the public function's argument, whose name the row gives."""
+    import inspect
+
+    function = inspect.signature(getattr(fidelta, op)).parameters
+    assert row["name"] in function
+    assert row["name"] not in {r["name"] for r in rows(op, "ARG")}
+    arg_row(op, row["arg"])
+    hidden = {r["name"] for r in rows(op, "ARG")} - set(function)
+    aliases = {r["arg"] for r in rows(op, "ALIAS")}
+    assert hidden <= aliases
+
+
+def test_public_calls_speak_of_their_own_arguments():
+    x, w = np.zeros((1, 3, 2, 4), "f"), np.zeros((2, 4), "f")
+    g = x[..., 0]
+    wrong, many = np.zeros((5, 5), "f"), np.array([[0, 9]])
+    for name, call in (("out", lambda: fidelta.l2norm(x, out=wrong)), ("out", lambda: fidelta.linear(x, w, out=wrong)),
+                       ("g_out", lambda: fidelta.gdn_gate(w, w, w[0], w[0], g_out=wrong)),
+                       ("beta_out", lambda: fidelta.gdn_gate(w, w, w[0], w[0], beta_out=wrong)),
+                       ("out", lambda: fidelta.gated_delta_rule(x, x, x, g, g, out=wrong)),
+                       ("snapshot_positions", lambda: fidelta.gated_delta_rule(x, x, x, g, g, snapshot_positions=many)),
+                       ("snapshot_positions", lambda: fidelta.gated_delta_rule(x, x, x, g, g, snapshot_positions=many,
+                                                                               check_values=False))):
+        with pytest.raises(ValueError, match=rf"^\w+: {name}(\[0\]|\[0, 1\])? (has|is) "):
+            call()
 
 
 # Rows about shapes together -------------------------------------------------------------------------------------------
@@ -376,7 +410,7 @@ def test_rule(op, row):
     words = f"a multiple of {right}" if sign == "%" else f"{left} {sign} {right}"
     text = f"{source} has {left} = {bad}; expected {words}" + (e.with_words(right) if names_of(right) else "")
     if "arg" in row and source != row["arg"]:
-        text += f", since {row['arg']} is given"
+        text += f", since {said(op, row['arg'])} is given"
     e.refused(_core.ShapeError, text)
 
 
@@ -419,14 +453,14 @@ def test_needs(op, row):
     changes = {name: None for name in others if name != row["other"]}
     if arg_row(op, row["other"])["role"] not in ("OPT", "OUT_OPT"):
         return
-    e.refused(ValueError, f"{row['other']} is None; expected a tensor, since {row['arg']} is given",
+    e.refused(ValueError, f"{said(op, row['other'])} is None; expected a tensor, since {said(op, row['arg'])} is given",
               **changes, **{row["other"]: None})
 
 
 @each("EXCLUDES")
 def test_excludes(op, row):
     e = Example(op, [row["arg"], row["other"]])
-    e.refused(ValueError, f"{row['arg']} is given; expected None, since {row['other']} is given")
+    e.refused(ValueError, f"{row['arg']} is given; expected None, since {said(op, row['other'])} is given")
 
 
 # Rows about values ----------------------------------------------------------------------------------------------------
@@ -542,10 +576,10 @@ def test_positions(op, row):
     e, a = Example(op, [row["arg"]]), row["arg"]
     n, tokens = e.dims[row["dim"]], e.dims["T"]
     for wrong in (-1, n):
-        checked(e, f"{a}[1] is ({wrong}, 1); expected a sequence 0 .. {n - 1} first",
+        checked(e, f"{said(op, a)}[1] is ({wrong}, 1); expected a sequence 0 .. {n - 1} first",
                 **{a: changed(e.args[a], 1, (wrong, 1))})
     for wrong in (-1, tokens + 1):
-        checked(e, f"{a}[1] is (1, {wrong}); expected 0 .. {tokens} tokens of that sequence",
+        checked(e, f"{said(op, a)}[1] is (1, {wrong}); expected 0 .. {tokens} tokens of that sequence",
                 **{a: changed(e.args[a], 1, (1, wrong))})
 
 
@@ -643,7 +677,7 @@ def test_overlap(op, out, arg):
     share = any(r["out"] == out and r["arg"] == arg for r in rows(op, "SHARE"))
     words = ", or the very same tensor" if share else ""
     offset = 8 if share else 0
-    e.refused(_core.LayoutError, f"{out} overlaps {arg}; expected memory of its own{words}",
+    e.refused(_core.LayoutError, f"{said(op, out)} overlaps {said(op, arg)}; expected memory of its own{words}",
               **{out: over(buffer, e.args[out], offset), arg: over(buffer, e.args[arg])})
     if share:
         e.run(**{out: e.args[arg]})
@@ -660,7 +694,7 @@ def test_interleaved_views_are_apart():
     _core.gdn_gate(*(buffer[..., i::8] for i in range(2)), np.zeros(4, "f"), np.zeros(4, "f"), buffer[..., 2::8],
                    buffer[..., 3::8])
     for a, b in ((np.s_[..., :16], np.s_[..., 15:31]), (np.s_[:, :3], np.s_[:, 2:5]), (np.s_[:2], np.s_[1:3])):
-        with pytest.raises(_core.LayoutError, match="y overlaps x"):
+        with pytest.raises(_core.LayoutError, match="out overlaps x"):
             _core.l2norm(buffer[a], buffer[b])
     pages = np.zeros((5, 100), "float32")  # conv history and state side by side in one page, as serving pools have it
     x, y = np.zeros((2, 1, 4), "float32"), np.zeros((2, 1, 4), "float32")

@@ -368,7 +368,7 @@ def test_snapshots_are_final_states(variant, rng):
 def test_snapshot_out_of_range(variant, rng):
     made = delta_inputs(rng, T=10, **SMALL)
     for at in ([[1, 0]], [[0, 11]], [[-1, 0]], [[0, -1]]):
-        with pytest.raises(ValueError, match="snapshot_at"):
+        with pytest.raises(ValueError, match="snapshot_positions"):
             prefill(made, snapshot_at=np.array(at), snapshots=1, variant=variant)
 
 

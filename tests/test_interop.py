@@ -209,7 +209,7 @@ def test_bfloat16_shim(x):
 def test_read_only_flag(x):
     y = np.empty_like(x)
     _core.l2norm(Shim(x, readonly=True), y)
-    with pytest.raises(_core.LayoutError, match="l2norm: y is read-only; expected writable memory"):
+    with pytest.raises(_core.LayoutError, match="l2norm: out is read-only; expected writable memory"):
         _core.l2norm(x, Shim(y, readonly=True))
 
 
@@ -312,7 +312,7 @@ def test_torch_and_numpy_together(x):
     _core.l2norm(torch.from_numpy(x), y)
     close(y, x)
     _core.l2norm(x, torch.from_numpy(y[:]))
-    with pytest.raises(_core.LayoutError, match="y overlaps x"):
+    with pytest.raises(_core.LayoutError, match="out overlaps x"):
         _core.l2norm(torch.from_numpy(x[1:]), x[:2])
 
 

@@ -80,7 +80,7 @@ static Status dtype_fail(const Spec *spec, int arg, const char *came, Error *err
     char expected[256] = "";
     dtypes_text(spec, arg, -1, expected, sizeof expected);
     return fail(err, BAD_DTYPE, "%s: %s has dtype %.100s; expected %s", spec->name,
-                spec->arg[arg].row->name, came, expected);
+                spec->arg[arg].name, came, expected);
 }
 
 static Status numpy_dtype_fail(PyArray_Descr *descr, const Spec *spec, int arg, Error *err)
@@ -95,7 +95,7 @@ static Status numpy_dtype_fail(PyArray_Descr *descr, const Spec *spec, int arg, 
 static Status rank_fail(const Spec *spec, int arg, int ndim, Error *err)
 {
     return fail(err, BAD_SHAPE, "%s: %s has %d axes; expected (%s)", spec->name,
-                spec->arg[arg].row->name, ndim, spec->arg[arg].shape.text);
+                spec->arg[arg].name, ndim, spec->arg[arg].shape.text);
 }
 
 static Status from_numpy(PyArrayObject *array, const Spec *spec, int arg, Tensor *t, Error *err)
@@ -123,7 +123,7 @@ static Status from_numpy(PyArrayObject *array, const Spec *spec, int arg, Tensor
             return fail(
                 err, BAD_LAYOUT,
                 "%s: %s has a stride of %lld bytes; expected a multiple of its element size %d",
-                spec->name, spec->arg[arg].row->name, (long long)stride, (int)size);
+                spec->name, spec->arg[arg].name, (long long)stride, (int)size);
     }
     return OK;
 }
@@ -186,7 +186,7 @@ static Status grad_check(PyObject *object, const Spec *spec, int arg, int *is_to
     Py_DECREF(grad);
     if (!wanted)
         return OK;
-    const char *name = spec->arg[arg].row->name;
+    const char *name = spec->arg[arg].name;
     return fail(
         err, BAD_VALUE,
         "%s: %s requires grad; expected a tensor that autograd does not follow: pass %s.detach()",
@@ -207,7 +207,7 @@ static Status sign_check(PyObject *object, const Tensor *t, const Spec *spec, in
     Py_XDECREF(negative);
     if (!wanted)
         return OK;
-    const char *name = spec->arg[arg].row->name;
+    const char *name = spec->arg[arg].name;
     return fail(
         err, BAD_VALUE,
         "%s: %s has its negative bit set; expected the values in memory: pass %s.resolve_neg()",
@@ -233,7 +233,7 @@ static Status producer_fail(const Spec *spec, int arg, PyObject *object)
     if (why)
         snprintf(line, sizeof line, "%.*s", (int)strcspn(why, "\n"), why);
     PyErr_Format(PyExc_TypeError, "%s: %s is a %s that cannot be read through DLPack: %s",
-                 spec->name, spec->arg[arg].row->name, Py_TYPE(object)->tp_name, line);
+                 spec->name, spec->arg[arg].name, Py_TYPE(object)->tp_name, line);
     PyErr_Fetch(&new_type, &new_value, &new_trace);
     PyErr_NormalizeException(&new_type, &new_value, &new_trace);
     if (new_value)
@@ -333,7 +333,7 @@ static Status from_capsule(PyObject *object, const Spec *spec, int arg, Tensor *
         lease->versioned = managed;
         if (managed->version.major != DL_MAJOR)
             status = fail(err, BAD_TYPE, "%s: %s has DLPack version %u; expected 1", spec->name,
-                          spec->arg[arg].row->name, managed->version.major);
+                          spec->arg[arg].name, managed->version.major);
         else
             status =
                 from_dlpack(&managed->tensor, managed->flags & DL_READ_ONLY, spec, arg, t, err);
@@ -345,7 +345,7 @@ static Status from_capsule(PyObject *object, const Spec *spec, int arg, Tensor *
         status =
             fail(err, BAD_TYPE,
                  "%s: %s has a __dlpack__ that returns a %.100s; expected a fresh DLPack capsule",
-                 spec->name, spec->arg[arg].row->name, Py_TYPE(capsule)->tp_name);
+                 spec->name, spec->arg[arg].name, Py_TYPE(capsule)->tp_name);
     }
     Py_DECREF(capsule);
     return status;
@@ -363,7 +363,7 @@ static Status mask_check(PyObject *object, const Spec *spec, int arg, Error *err
     Py_XDECREF(module);
     if (is_masked <= 0)
         return is_masked < 0 ? BAD_TYPE : OK;
-    const char *name = spec->arg[arg].row->name;
+    const char *name = spec->arg[arg].name;
     return fail(err, BAD_TYPE,
                 "%s: %s is a masked array, whose mask would be lost; expected a plain array: pass "
                 "%s.filled(value) or %s.data",
@@ -390,7 +390,7 @@ Status tensor_from(PyObject *object, const Spec *spec, int arg, Tensor *t, Lease
     return fail(
         err, BAD_TYPE,
         "%s: %s is a %.100s; expected a tensor: a NumPy array, or an object with __dlpack__",
-        spec->name, spec->arg[arg].row->name, Py_TYPE(object)->tp_name);
+        spec->name, spec->arg[arg].name, Py_TYPE(object)->tp_name);
 }
 
 void lease_release(Lease *lease)

@@ -52,7 +52,7 @@ static const char *const KIND[ROW_KINDS] = {
     "DIM",    "ARG",   "ALT",       "ABSENT",   "HINT",       "NUM",      "INT",   "FLAG",
     "CHOICE", "RULE",  "RULE_IF",   "GIVEN_IF", "NEEDS",      "EXCLUDES", "SPANS", "OFFSETS",
     "SLOTS",  "INDEX", "POSITIONS", "LONGEST",  "LONGEST_IF", "RANGE_IF", "SHARE",
-    "NUM_RANGE",
+    "NUM_RANGE", "ALIAS",
 };
 static const char *const ROLE[] = {"IN", "OPT", "OUT", "OUT_OPT", "INOUT"};
 static const char *const LAYOUT[] = {"ROWS", "DENSE", "ANY"};
@@ -107,6 +107,8 @@ static PyObject *row_dict(const Row *r)
     case ROW_SLOTS:
         return Py_BuildValue("{ssssssssss}", "kind", kind, "arg", r->name, "dim", r->second, "use",
                              USE[r->use], "pad", r->third);
+    case ROW_ALIAS:
+        return Py_BuildValue("{ssssss}", "kind", kind, "arg", r->name, "name", r->second);
     case ROW_NUM_RANGE:
         return Py_BuildValue("{sssssdsd}", "kind", kind, "name", r->name, "low", r->low, "high",
                              r->high);

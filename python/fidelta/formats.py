@@ -73,6 +73,7 @@ def rule_words(row):
         words = f"{left} is a multiple of {right}" if op == "%" else f"{left} {op} {right}"
         return words if kind == "RULE" else f"with {arg}: {words}"
     return {
+        "ALIAS": lambda: f"{arg} is `{row['name']}` in the public function and in messages",
         "ALT": lambda: f"{arg} is ({row['shape']}) with {choice(row['when'])}; nothing is copied",
         "ABSENT": lambda: f"without {arg}: {row['dim']} = {row['extent']}",
         "GIVEN_IF": lambda: f"{arg} is given with {choice(row['when'])}, and only then",

@@ -98,6 +98,7 @@ static void test_bad_rows(void)
     BAD("names nothing", "given if", .kind = ROW_GIVEN_IF, .name = "x", .second = "mode=a");
     BAD("names nothing", "slots", .kind = ROW_SLOTS, .name = "x", .second = "A", .third = "pad");
     BAD("names nothing", "index", .kind = ROW_INDEX, .name = "x", .second = "C");
+    BAD("no such argument", "alias", .kind = ROW_ALIAS, .name = "z", .second = "out");
     BAD("names nothing", "range of nothing", .kind = ROW_NUM_RANGE, .name = "eps", .high = 1);
     BAD("names nothing", "hint", .kind = ROW_HINT, .name = "x", .second = "C A");
     BAD("no such argument, choice or value", "alt", .kind = ROW_ALT, .name = "x",
@@ -215,10 +216,10 @@ static void test_linear(void)
     linear_is("stride of one element", l, OK, "");
     l = linear_make();
     l->args.y.data = l->x;
-    linear_is("overlap", l, BAD_LAYOUT, "linear: y overlaps x; expected memory of its own");
+    linear_is("overlap", l, BAD_LAYOUT, "linear: out overlaps x; expected memory of its own");
     l = linear_make();
     l->args.y.given = 0;
-    linear_is("absent", l, BAD_TYPE, "linear: y is None; expected a tensor");
+    linear_is("absent", l, BAD_TYPE, "linear: out is None; expected a tensor");
 }
 
 static void test_defaults(void)
