@@ -354,7 +354,8 @@ static Status from_capsule(PyObject *object, const Spec *spec, int arg, Tensor *
 /* Of arrays of a class of their own only: one with a mask holds nothing that can be computed with where it is set. */
 static Status mask_check(PyObject *object, const Spec *spec, int arg, Error *err)
 {
-    PyObject *module = PyImport_GetModule(name_masked); /* none without an import, so no such array either */
+    PyObject *module =
+        PyImport_GetModule(name_masked); /* none without an import, so no such array either */
     PyObject *masked = module ? PyObject_GetAttrString(module, "MaskedArray") : NULL;
     if (!masked)
         PyErr_Clear();

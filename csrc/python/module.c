@@ -49,10 +49,10 @@ static PyObject *get_num_threads(PyObject *self, PyObject *none)
 }
 
 static const char *const KIND[ROW_KINDS] = {
-    "DIM",    "ARG",   "ALT",       "ABSENT",   "HINT",       "NUM",      "INT",   "FLAG",
-    "CHOICE", "RULE",  "RULE_IF",   "GIVEN_IF", "NEEDS",      "EXCLUDES", "SPANS", "OFFSETS",
-    "SLOTS",  "INDEX", "POSITIONS", "LONGEST",  "LONGEST_IF", "RANGE_IF", "SHARE",
-    "NUM_RANGE", "ALIAS",
+    "DIM",      "ARG",     "ALT",       "ABSENT",  "HINT",      "NUM",     "INT",
+    "FLAG",     "CHOICE",  "RULE",      "RULE_IF", "GIVEN_IF",  "NEEDS",   "EXCLUDES",
+    "SPANS",    "OFFSETS", "SLOTS",     "INDEX",   "POSITIONS", "LONGEST", "LONGEST_IF",
+    "RANGE_IF", "SHARE",   "NUM_RANGE", "ALIAS",
 };
 static const char *const ROLE[] = {"IN", "OPT", "OUT", "OUT_OPT", "INOUT"};
 static const char *const LAYOUT[] = {"ROWS", "DENSE", "ANY"};
